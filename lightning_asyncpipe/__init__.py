@@ -1,0 +1,37 @@
+"""Bounded-asynchronous, multi-directional pipeline parallelism for unmodified LightningModules.
+
+Importing the package registers the strategy: ``Trainer(strategy="async_multipipe")``.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_asyncpipe.errors import (
+    CollectiveInStepError,
+    CutError,
+    DataMismatchError,
+    PeerFailure,
+    PipelineError,
+    ScheduleError,
+)
+from lightning_asyncpipe.reference import ReferenceStrategy
+from lightning_asyncpipe.strategy import AsyncMultiPipeStrategy
+
+__all__ = [
+    "AsyncMultiPipeStrategy",
+    "CollectiveInStepError",
+    "CutError",
+    "DataMismatchError",
+    "PeerFailure",
+    "PipelineError",
+    "ReferenceStrategy",
+    "ScheduleError",
+]
+
+__version__ = "0.1.0"
+
+if "async_multipipe" not in StrategyRegistry:
+    StrategyRegistry.register(
+        "async_multipipe",
+        AsyncMultiPipeStrategy,
+        description="Bounded-asynchronous, multi-directional pipeline parallelism",
+    )

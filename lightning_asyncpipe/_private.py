@@ -1,0 +1,223 @@
+"""Every use of a private part of torch by the stage execution, in one place.
+
+Each entry was checked on torch 2.13; ``tests/runtime/test_private.py`` fails first when one moves.
+
+* ``Module._compiled_call_impl``, for :func:`intercept`: a call of a module, hooks included.
+* ``Module._forward_hooks`` and its like, for :func:`without_hooks`: trial runs of a module.
+* Frames of ``torch/utils/checkpoint.py``, for :func:`checkpoint_frames`: what a backward runs
+again.
+* ``FakeTensorMode``, for :func:`fake_mode`: shapes of results without computing.
+* ``TorchDispatchMode``, for ``runtime/trace.py``: every operation of a step.
+* ``UntypedStorage._cdata``, for :func:`storage_key`: the identity of a storage.
+* ``OpOverload._schema``, for :func:`written_arguments` and :func:`makes_views`: what an operation does to storages.
+* ``RNNBase._flat_weights``, for :func:`parameter_slots`: where modules hold parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+CallImpl = Callable[..., Any]
+
+_ATTRIBUTE = "_compiled_call_impl"
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_BEFORE = "_asyncpipe_before"
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+
+
+class Interception:
+    """What :func:`intercept` put in front of a module's call; :meth:`remove` takes it away again."""
+
+    def __init__(self, module: nn.Module, around: Callable[[CallImpl], CallImpl]) -> None:
+        self._module = module
+        self._before: CallImpl | None = module.__dict__.get(_ATTRIBUTE)
+        self._original = original_call(module)
+        self._removed = False
+        wrapped = around(self._original)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._removed:
+                return self._original(*args, **kwargs)
+            return wrapped(*args, **kwargs)
+
+        self._call = call
+        self._call.__dict__[_BEFORE] = self._before
+        module.__dict__[_ATTRIBUTE] = call
+
+    def remove(self) -> None:
+        """Restore the module's call. One that was put on top of this one stays, and this one passes through."""
+        self._removed = True
+        if self._module.__dict__.get(_ATTRIBUTE) is not self._call:
+            return
+        if self._before is None:
+            del self._module.__dict__[_ATTRIBUTE]
+        else:
+            self._module.__dict__[_ATTRIBUTE] = self._before
+
+
+def intercept(module: nn.Module, around: Callable[[CallImpl], CallImpl]) -> Interception:
+    """Put a function in front of every call of `module`.
+
+    ``nn.Module._wrapped_call_impl`` calls the attribute ``_compiled_call_impl`` instead of ``_call_impl`` where it is
+    set, so the function is outside the module's own hooks: those of a module that is not called do not fire, and what a
+    hook makes of the output is seen. The attribute is dropped when a module is pickled or copied.
+
+    Args:
+        module: the module instance; its class and other instances are not touched.
+        around: given what the call was before (a compiled call is kept), returns what it is now.
+    """
+    return Interception(module, around)
+
+
+def original_call(module: nn.Module) -> CallImpl:
+    """What a call of `module` executes at the moment: a compiled implementation or torch's own."""
+    existing: CallImpl | None = module.__dict__.get(_ATTRIBUTE)
+    if existing is not None:
+        return existing
+    plain: CallImpl = module._call_impl
+    return plain
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, or ``torch.compile(module)`` made it."""
+    call = module.__dict__.get(_ATTRIBUTE)
+    while call is not None and _BEFORE in getattr(call, "__dict__", {}):
+        call = call.__dict__[_BEFORE]
+    return call is not None or type(module).__name__ == "OptimizedModule"
+
+
+def interception_works() -> bool:
+    """Whether a call of a module goes through ``_compiled_call_impl`` in this version of torch."""
+    seen: list[object] = []
+
+    def around(call: CallImpl) -> CallImpl:
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            seen.append(args)
+            return call(*args, **kwargs)
+
+        return observed
+
+    module = nn.Identity()
+    interception = intercept(module, around)
+    result = module(1)
+    interception.remove()
+    return result == 1 and seen == [(1,)] and module(2) == 2 and len(seen) == 1
+
+
+def checkpoint_frames() -> list[tuple[FrameType, bool]]:
+    """The calls of ``torch.utils.checkpoint.checkpoint`` that the caller is in, outermost first.
+
+    Returns:
+        The frame of each (its identity tells regions apart) and whether it is reentrant: then its forward runs in
+        the static method ``forward`` of an autograd function of the same file.
+    """
+    found: list[tuple[FrameType, bool]] = []
+    reentrant = False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _CHECKPOINT_FILE:
+            if code.co_name == "forward":
+                reentrant = True
+            elif code.co_name == "checkpoint":
+                found.append((frame, reentrant))
+                reentrant = False
+        frame = frame.f_back
+    found.reverse()
+    return found
+
+
+def on_stack(wanted: FrameType) -> bool:
+    """Whether `wanted` is a frame of the current call stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame is wanted:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """No hook of `module` or of a submodule fires in here."""
+    saved = [
+        (submodule.__dict__, name, submodule.__dict__[name])
+        for submodule in module.modules()
+        for name in _HOOKS
+        if submodule.__dict__.get(name)
+    ]
+    for attributes, name, _ in saved:
+        attributes[name] = OrderedDict()
+    try:
+        yield
+    finally:
+        for attributes, name, hooks in saved:
+            attributes[name] = hooks
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which operations compute shapes, strides and types only; real tensors may take part."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def to_fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A tensor without memory that has the shape, strides and type of `tensor`."""
+    return mode.from_tensor(tensor)
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """The identity of a tensor's storage while it is alive; None for a tensor without one."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+@cache
+def written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operation writes to, by its schema."""
+    schema = getattr(operation, "_schema", None)
+    if schema is None:
+        return ()
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@cache
+def makes_views(operation: Any) -> bool:
+    """Whether an operation only makes views of its arguments, by its schema."""
+    schema = getattr(operation, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    aliases = [result.alias_info for result in schema.returns]
+    return all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def parameter_slots(module: nn.Module) -> list[tuple[Any, Any, Tensor]]:
+    """Where a module itself holds its parameters: (container, key, parameter).
+
+    Recurrent modules keep a list of them beside the registered ones.
+    """
+    slots: list[tuple[Any, Any, Tensor]] = [
+        (module._parameters, name, parameter) for name, parameter in module._parameters.items() if parameter is not None
+    ]
+    if isinstance(module, nn.RNNBase):
+        flat = module._flat_weights
+        slots.extend((flat, i, weight) for i, weight in enumerate(flat) if weight is not None)
+    return slots

@@ -1,0 +1,264 @@
+"""From the first batch to running pipelines.
+
+Where the model can be cut is found by running the step once on the first micro-batch. Rank 0 decides and all ranks
+build the same program; every rank then keeps the weights of the stages that it hosts and lets go of the others.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+
+from lightning_asyncpipe.errors import CutError
+from lightning_asyncpipe.integration import guards, internals
+from lightning_asyncpipe.integration.checkpoint import WholeModel, synchronise
+from lightning_asyncpipe.integration.lookahead import install
+from lightning_asyncpipe.integration.stepcall import StepCall
+from lightning_asyncpipe.integration.steps import Executor, TrainingSteps, fewest_samples
+from lightning_asyncpipe.integration.world import World
+from lightning_asyncpipe.plan.geometry import Geometry
+from lightning_asyncpipe.plan.schedule import Planner
+from lightning_asyncpipe.runtime import microbatch
+from lightning_asyncpipe.runtime.buffers import RunningStatistics
+from lightning_asyncpipe.runtime.cuts import choose_cuts, find_cuts
+from lightning_asyncpipe.runtime.hollow import hollow
+from lightning_asyncpipe.runtime.ownership import Ownership, ParameterInfo, assign
+from lightning_asyncpipe.runtime.program import StageProgram, build_program
+from lightning_asyncpipe.runtime.proof import confirm, prove
+from lightning_asyncpipe.runtime.stages import StageRunner, StageTask
+from lightning_asyncpipe.runtime.trace import trace_step
+
+if TYPE_CHECKING:
+    from lightning_asyncpipe.strategy import AsyncMultiPipeStrategy
+
+_SEED_MASK = (1 << 62) - 1
+
+
+@dataclass
+class Assembly:
+    """All that one ``fit`` runs on.
+
+    Attributes:
+        geometry: numbers of stages, pipelines, micro-batches and replicas.
+        program: how the step is split into stages.
+        ownership: the owner of every parameter.
+        runner: runs stages of the step.
+        executor: runs segments.
+        steps: runs batches.
+        whole: puts the whole model together.
+        names_by_id: the first name of every parameter, by identity.
+        owned: names of the parameters that this rank steps.
+    """
+
+    geometry: Geometry
+    program: StageProgram
+    ownership: Ownership
+    runner: StageRunner
+    executor: Executor
+    steps: TrainingSteps
+    whole: WholeModel
+    world: World
+    parameters: dict[str, nn.Parameter]
+    owned: frozenset[str]
+
+    @property
+    def names_by_id(self) -> dict[int, str]:
+        """The first name of every parameter, by identity."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def install_gradients(self) -> None:
+        """At a window's end, make what was gathered the ``.grad`` of the parameters that this rank owns."""
+        if not self.steps.ends_window:
+            return
+        for name, gradient in self.executor.collect_gradients().items():
+            parameter = self.parameters[name]
+            parameter.grad = gradient.to(parameter.dtype)
+
+    def collect_statistics(self) -> dict[str, Any]:
+        """What all ranks measured; every rank has to call it.
+
+        Returns:
+            utilisation (mean over ranks of the share of time spent in forwards and backwards, 0 to 1), steps (batches),
+            microbatches, stale_microbatches (those that met two weight versions in some stage), stale_share (of stage
+            forwards), max_staleness (the largest number of updates between a forward and its backward).
+        """
+        mine = self.executor.staleness
+        parts = self.world.all_gather(
+            {
+                "utilisation": self.executor.busy.utilisation,
+                "lags": [[lag, count] for (_, lag), count in sorted(mine.counts.items())],
+            }
+        )
+        lags = [(lag, count) for part in parts for lag, count in part["lags"]]
+        total = sum(count for _, count in lags)
+        return {
+            "utilisation": sum(part["utilisation"] for part in parts) / len(parts),
+            "steps": self.steps.count,
+            "microbatches": mine.microbatches,
+            "stale_microbatches": mine.stale_microbatches,
+            "stale_share": sum(count for lag, count in lags if lag) / total if total else 0.0,
+            "max_staleness": max((lag for lag, count in lags if count), default=0),
+        }
+
+    def close(self, restore: bool) -> None:
+        """The run has ended: give the module back as an ordinary one.
+
+        Args:
+            restore: give every rank the whole model; after a failure, ranks cannot be asked for their parts.
+        """
+        if restore:
+            self.steps.flush()
+            self.whole.restore()
+        self.runner.close()
+        self.executor.close()
+
+
+def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
+    """Look at the first batch, cut the model, and build what runs the pipelines.
+
+    All ranks call it at the same point. Randomness is left as it was found, the same on every rank.
+    """
+    module = strategy.lightning_module
+    assert module is not None
+    world, geometry = strategy.world, strategy.geometry
+    synchronise(module, world)
+    internals.set_random_states(world.broadcast(internals.collect_random_states()))
+    seed = world.broadcast(torch.initial_seed()) & _SEED_MASK
+    states = internals.collect_random_states()
+    internals.set_up_training_data(trainer)
+    fetcher = install(trainer)
+    peeked = fetcher.peek() if fetcher is not None else None
+    if fetcher is None or peeked is None or peeked.batch is None:
+        raise MisconfigurationException(
+            f"{type(strategy).__name__} plans from the first training batch, and there is none: check the training "
+            "dataloader and `limit_train_batches`."
+        )
+    statistics = RunningStatistics(module)
+    call = StepCall(module)
+    program = _program(strategy, module, call, peeked.batch, peeked.batch_idx, statistics)
+    internals.set_random_states(states)
+    parameters = dict(module.named_parameters())
+    ownership = assign(
+        [
+            ParameterInfo(
+                name,
+                parameter.numel(),
+                parameter.dtype,
+                parameter.requires_grad,
+                tuple(s for s, names in enumerate(program.parameters) if name in names),
+            )
+            for name, parameter in parameters.items()
+        ],
+        geometry.placement,
+        geometry.replicas,
+    )
+    hosted = strategy.hosted_by_this_process(ownership)
+    for name, parameter in parameters.items():
+        if name not in hosted:
+            hollow(parameter)
+    runner = StageRunner(
+        module, program, call, strategy.precision_plugin.train_step_context, statistics
+    )
+    planner = Planner(geometry.placement, geometry.max_in_flight)
+    held = {n: p for n, p in parameters.items() if n in hosted and p.requires_grad}
+    executor = strategy.make_executor(geometry, planner, runner, ownership, held)
+    overriding = guards.overrides_train_batch_start(trainer)
+    if overriding is not None and strategy.max_staleness:
+        rank_zero_info(
+            f"`{overriding}` runs before each batch, so forwards of a batch are not started before it: the pipelines "
+            "are flushed at every batch."
+        )
+    steps = TrainingSteps(
+        trainer,
+        geometry,
+        executor,
+        fetcher,
+        call,
+        statistics,
+        world,
+        strategy.global_rank // geometry.num_stages if world.size > 1 else 0,
+        seed,
+        strategy.max_staleness,
+        overriding is None,
+    )
+    whole = WholeModel(module, ownership, _buffer_owners(module, program, geometry), world)
+    owned = ownership.owned(world.rank) if world.size > 1 else frozenset(parameters)
+    return Assembly(
+        geometry, program, ownership, runner, executor, steps, whole, world, parameters, owned
+    )
+
+
+def _program(
+    strategy: AsyncMultiPipeStrategy,
+    module: pl.LightningModule,
+    call: StepCall,
+    batch: Any,
+    batch_idx: int,
+    statistics: RunningStatistics,
+) -> StageProgram:
+    """Rank 0 cuts the model; all ranks get the same program, or the same error."""
+    world = strategy.world
+    found: dict[str, Any] = {}
+    if world.rank == 0:
+        try:
+            program = _cut(strategy, module, call, batch, batch_idx, statistics)
+            found["program"] = json.dumps(program.to_dict())
+        except CutError as error:
+            found["error"] = str(error)
+    found = world.broadcast(found)
+    if "error" in found:
+        raise MisconfigurationException(found["error"])
+    return StageProgram.from_dict(json.loads(found["program"]))
+
+
+def _cut(
+    strategy: AsyncMultiPipeStrategy,
+    module: pl.LightningModule,
+    call: StepCall,
+    batch: Any,
+    batch_idx: int,
+    statistics: RunningStatistics,
+) -> StageProgram:
+    geometry, context = strategy.geometry, strategy.precision_plugin.train_step_context
+    part = microbatch.split(batch, geometry.num_microbatches, min_samples=fewest_samples(module))[0]
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    arguments = (part.data, batch_idx) if takes_index else (part.data,)
+    statistics.begin(watch=False)
+    try:
+        with guards.in_step():
+            trace = trace_step(
+                module, call, arguments, context=context, ignored=statistics.tensors()
+            )
+    finally:
+        statistics.end()
+    candidates = find_cuts(trace)
+    task = StageTask(arguments)
+    names = None if isinstance(strategy.cuts, str) else list(strategy.cuts)
+    if geometry.num_stages > 1 and names is None:
+        candidates = confirm(candidates, module, call, task, context)
+    program = build_program(candidates, choose_cuts(candidates, geometry.num_stages, names))
+    if geometry.num_stages > 1:
+        prove(module, program, call, task, context, loss=None)
+    return program
+
+
+def _buffer_owners(module: nn.Module, program: StageProgram, geometry: Geometry) -> dict[str, int]:
+    """For each buffer the first rank that runs the unit it belongs to."""
+    stages = {
+        node.key.name: node.first for node in reversed(program.nodes) if not node.opened
+    }
+    owners: dict[str, int] = {}
+    for name, _ in module.named_buffers():
+        prefix = name
+        while prefix and prefix not in stages:
+            prefix = prefix.rpartition(".")[0]
+        owners[name] = geometry.placement.hosts(stages[prefix])[0] if prefix else 0
+    return owners

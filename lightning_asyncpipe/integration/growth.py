@@ -1,0 +1,119 @@
+"""Lists of a module that grow in ``training_step``: ``self.outs.append(x)``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from lightning.pytorch import LightningModule
+
+from lightning_asyncpipe.errors import PipelineError
+from lightning_asyncpipe.integration.outputs import MicroBatchOutput, detached
+
+
+class _Before(NamedTuple):
+    """A list or deque before a micro-batch: enough to tell an append from any other change."""
+
+    held: list[Any] | deque[Any]
+    length: int
+    first: Any
+    last: Any
+    content: list[Any] | None  # of a deque with a limit, from which an append removes
+
+
+class GrowthWatch:
+    """Takes back what ``training_step`` appends to lists and deques, attributes of a module.
+
+    Appends are seen on the list itself (``append``, ``extend``, ``+=``) and where the attribute is
+    replaced by a longer list (``self.outs = self.outs + [x]``). An attribute that is replaced by
+    something else is left alone, like every other attribute that ``training_step`` sets.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._grown: dict[str, list[Any]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch one micro-batch's forward; afterwards no list is longer than before.
+
+        Raises:
+            PipelineError: a list lost entries; names the attribute.
+
+        """
+        self._grown = {}
+        before = {
+            name: _before(value)
+            for name, value in vars(self._module).items()
+            if isinstance(value, (list, deque))
+        }
+        try:
+            yield
+        except Exception:
+            raise  # the user's error: do not cover it with another
+        except BaseException:  # a stage that is not the last leaves `training_step` this way
+            self._restore(before)
+            self._grown = {}  # it may hold a graph
+            raise
+        self._restore(before)
+
+    def take(self) -> dict[str, list[Any]]:
+        """What the micro-batch watched last appended, detached, by attribute.
+
+        Call it for last stages only: what others appended is dropped with the next micro-batch.
+        """
+        grown, self._grown = self._grown, {}
+        return {name: [detached(entry) for entry in tail] for name, tail in grown.items()}
+
+    def commit(self, outputs: Iterable[MicroBatchOutput]) -> None:
+        """Append what a batch's micro-batches appended, in the order given."""
+        for output in outputs:
+            for name, tail in output.grown.items():
+                vars(self._module).setdefault(name, []).extend(tail)
+
+    def _restore(self, before: dict[str, _Before]) -> None:
+        attributes = vars(self._module)
+        for name, was in before.items():
+            tail = _tail(attributes.get(name), was)
+            if tail is None:
+                raise PipelineError(
+                    f"`training_step` removed entries from the list `self.{name}`. It runs for "
+                    "each micro-batch and stage, so that lists may only be appended to in it. "
+                    "Remove entries in `on_train_batch_end`."
+                )
+            if tail:
+                attributes[name] = was.held
+                self._grown[name] = tail
+
+
+def _before(held: list[Any] | deque[Any]) -> _Before:
+    first, last = (held[0], held[-1]) if held else (None, None)
+    limited = isinstance(held, deque) and held.maxlen is not None
+    return _Before(held, len(held), first, last, list(held) if limited else None)
+
+
+def _tail(now: Any, was: _Before) -> list[Any] | None:
+    """What was appended, having removed it; None if entries were lost."""
+    if now is not was.held:
+        replaced = isinstance(now, (list, deque)) and len(now) > was.length
+        return list(now)[was.length :] if replaced and _starts_alike(now, was) else []
+    if was.content is not None:
+        after = list(now)
+        appended = next(
+            n
+            for n in range(was.length + 1)
+            if all(a is b for a, b in zip(was.content[n:], after, strict=False))
+        )
+        now.clear()
+        now.extend(was.content)
+        return after[was.length - appended :]
+    if len(now) >= was.length and _starts_alike(now, was):
+        tail = [now.pop() for _ in range(len(now) - was.length)]
+        return tail[::-1]
+    return None
+
+
+def _starts_alike(now: Any, was: _Before) -> bool:
+    return was.length == 0 or (now[0] is was.first and now[was.length - 1] is was.last)

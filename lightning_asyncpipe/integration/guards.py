@@ -1,0 +1,253 @@
+"""What an ordinary run allows and a pipeline cannot: found early, with what to do instead."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torchmetrics import Metric
+
+from lightning_asyncpipe.errors import CollectiveInStepError
+
+# Point-to-point calls are not among them: the transport makes them.
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "new_group",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+)
+_OWN_PACKAGES = ("lightning.pytorch.", "lightning_asyncpipe.")
+
+
+# Collectives inside a step
+
+
+class _Steps(threading.local):
+    """How many steps are running on a thread, one inside the other."""
+
+    depth = 0
+
+
+_steps = _Steps()
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Mark the calling thread as running a micro-batch's forward or backward.
+
+    Collectives that this thread calls in here raise ``CollectiveInStepError``; other threads, such
+    as those of the transport, are not concerned.
+    """
+    _patches.acquire()
+    _steps.depth += 1
+    try:
+        yield
+    finally:
+        _steps.depth -= 1
+        _patches.release()
+
+
+def forbid_in_step(call: str) -> None:
+    """Raise if the calling thread is inside ``in_step``.
+
+    Args:
+        call: what was called, as the user would write it.
+
+    Raises:
+        CollectiveInStepError: names the call and what to do instead.
+
+    """
+    if _steps.depth:
+        raise CollectiveInStepError(
+            f"`{call}` was called inside `training_step`. The ranks run different parts of it for "
+            "different micro-batches, so they would wait for each other forever. Call it in a hook "
+            "such as `on_train_batch_end`. To log the mean over ranks call `self.log` alone: it "
+            "logs the value of the whole batch on every rank. A loss over samples of several "
+            "micro-batches or ranks is not supported."
+        )
+
+
+class _Patches:
+    """Checks in front of the collectives, in place only while a step runs somewhere."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def acquire(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                for owner, name, replacement in _replacements():
+                    self._originals.append((owner, name, getattr(owner, name)))
+                    setattr(owner, name, replacement)
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                while self._originals:
+                    setattr(*self._originals.pop())
+
+
+_patches = _Patches()
+
+
+@functools.cache
+def _replacements() -> list[tuple[Any, str, Any]]:
+    replacements: list[tuple[Any, str, Any]] = [(Metric, "_sync_dist", _metric_sync())]
+    if not dist.is_available():
+        return replacements
+    c10d: Any = dist.distributed_c10d
+    for owner in (dist, c10d):
+        for name in _COLLECTIVES:
+            if hasattr(owner, name):
+                call = f"torch.distributed.{name}"
+                replacements.append((owner, name, _checked(getattr(owner, name), call)))
+    # Collectives that the user imported by name are not reached through these modules. All of them
+    # call this function (torch 2.13), as do `get_rank` and others that are harmless.
+    inner = getattr(c10d, "_rank_not_in_group", None)
+    if inner is not None:
+        replacements.append((c10d, "_rank_not_in_group", _checked_by_caller(inner)))
+    return replacements
+
+
+def _checked(original: Callable[..., Any], call: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        forbid_in_step(call)
+        return original(*args, **kwargs)
+
+    return checked
+
+
+def _checked_by_caller(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_name
+        if caller in _COLLECTIVES:
+            forbid_in_step(f"torch.distributed.{caller}")
+        return original(*args, **kwargs)
+
+    return checked
+
+
+def _metric_sync() -> Callable[..., Any]:
+    original = Metric._sync_dist
+
+    @functools.wraps(original)
+    def checked(self: Metric, *args: Any, **kwargs: Any) -> Any:
+        forbid_in_step(f"{type(self).__name__}.compute")
+        return original(self, *args, **kwargs)
+
+    return checked
+
+
+# Configuration
+
+
+def check_module(module: LightningModule, trainer: Trainer) -> None:
+    """Refuse what a pipeline cannot train, before anything is set up.
+
+    Raises:
+        MisconfigurationException: says what was found and what to do.
+
+    """
+    name = type(module).__name__
+    if not is_overridden("training_step", module):
+        raise MisconfigurationException(
+            f"`{name}` has no `training_step`. Define one that returns the loss of a batch."
+        )
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"`{name}.automatic_optimization` is False. Backwards and optimizer steps are part of "
+            "the pipeline's schedule, so manual optimization is not supported. Return the loss "
+            "from `training_step`, and remove `manual_backward` and the optimizer's calls."
+        )
+    if is_overridden("backward", module):
+        raise MisconfigurationException(
+            f"`{name}.backward` is overridden. The pipeline runs the backward stage by stage and "
+            "never calls it. Remove it: scale the loss in `training_step`, change gradients in "
+            "`on_before_optimizer_step`."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise MisconfigurationException(
+            f"`{name}.training_step` takes a `dataloader_iter`. The pipeline has to see a batch in "
+            "order to split it. Take the batch as an argument: "
+            "`def training_step(self, batch, batch_idx)`."
+        )
+    synchronised = [
+        path for path, part in module.named_modules() if isinstance(part, torch.nn.SyncBatchNorm)
+    ]
+    if synchronised or getattr(trainer.strategy, "_layer_sync", None) is not None:
+        where = f"SyncBatchNorm ({synchronised[0]})" if synchronised else "`sync_batchnorm=True`"
+        raise MisconfigurationException(
+            f"{where} is not supported: the ranks of a pipeline run a layer at different times. "
+            "Use BatchNorm, whose statistics are those of a micro-batch, or GroupNorm or LayerNorm."
+        )
+
+
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that a pipeline cannot step, after ``configure_optimizers``.
+
+    Raises:
+        MisconfigurationException: says what was found and what to do.
+
+    """
+    if len(optimizers) > 1:
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise MisconfigurationException(
+            f"`configure_optimizers` returned {len(optimizers)} optimizers ({kinds}), a pipeline "
+            "steps one. Put the parameters in parameter groups of one optimizer."
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise MisconfigurationException(
+                "LBFGS is not supported: it evaluates the loss several times in a step, and a "
+                "batch passes the pipeline once. Use one that evaluates it once, such as AdamW."
+            )
+
+
+def overrides_train_batch_start(trainer: Trainer) -> str | None:
+    """What runs user code in ``on_train_batch_start``, such as "MyModule.on_train_batch_start".
+
+    Early forwards would run before that code, so they are off where it exists. Callbacks of
+    Lightning and of this package do nothing there that a forward depends on. A
+    ``LightningDataModule`` is not asked: Lightning never calls this hook on it.
+    """
+    hook = "on_train_batch_start"
+    for owner in (trainer.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
+        defined_by = next((kind for kind in type(owner).__mro__ if hook in vars(kind)), None)
+        is_own = defined_by is None or defined_by.__module__.startswith(_OWN_PACKAGES)
+        if hook in vars(owner) or not is_own:
+            return f"{type(owner).__name__}.{hook}"
+    return None

@@ -1,0 +1,403 @@
+"""Lightning's launchers, such that a failure anywhere ends everything in seconds, in one voice.
+
+Both hold a ``board``, which the strategy attaches once the ranks are connected. An exception that
+leaves the run on any rank is reported there; where another rank failed first, that rank's failure
+takes the place of the local exception, which is only its consequence.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.connection
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NoReturn
+
+import lightning.pytorch as pl
+import torch
+import torch.multiprocessing as mp
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    _check_bad_cuda_fork,
+    _check_missing_main_guard,
+)
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _basic_subprocess_cmd,
+    _hydra_subprocess_cmd,
+)
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _GlobalStateSnapshot,
+    _MultiProcessingLauncher,
+    _WorkerOutput,
+)
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _HYDRA_AVAILABLE,
+    _SubprocessScriptLauncher,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.multiprocessing.spawn import start_processes
+
+from lightning_asyncpipe.errors import PeerFailure, PipelineError
+from lightning_asyncpipe.integration.children import (
+    Children,
+    QuietExit,
+    enter_child,
+    how_it_ended,
+)
+from lightning_asyncpipe.runtime.failure import Failure, FailureBoard, failure_of
+from lightning_asyncpipe.runtime.lifeline import tie_to_multiprocessing_parent
+
+_OWN_END = 4.5  # seconds that processes have to end by themselves once one has failed
+# Not errors but ways to stop: a rank that learns of one stops the same way, without a traceback.
+_STOPS: dict[str, Callable[[], BaseException]] = {
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "SIGTERMException": SIGTERMException,
+    "SystemExit": lambda: SystemExit(1),
+}
+
+
+def first_failure(board: FailureBoard | None, error: BaseException) -> BaseException:
+    """Report ``error``; returns what this rank should raise: it, or what came before elsewhere."""
+    if board is None:
+        return error
+    failure = board.report(error)
+    if failure.rank == board.rank or isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return error
+    return as_exception(failure)
+
+
+def as_exception(failure: Failure) -> BaseException:
+    """The exception by which another process's failure is raised here."""
+    stop = _STOPS.get(failure.kind)
+    return PeerFailure(failure.message) if stop is None else stop()
+
+
+class PopenLauncher(_SubprocessScriptLauncher):
+    """Starts the running command line once more for each further rank of this node.
+
+    Args:
+        cluster_environment: as in Lightning.
+        num_processes: ranks on this node.
+        num_nodes: nodes; each needs its own launching process.
+    """
+
+    #: What to start children with in place of the interpreter and the script's name (``python
+    #: script.py`` or ``python -m module``); the script's arguments follow. For programs that run
+    #: a script inside themselves.
+    command_prefix: ClassVar[Sequence[str] | None] = None
+
+    def __init__(
+        self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._board: FailureBoard | None = None
+        self._children: Children | None = None
+        self._quiet = enter_child()
+
+    @property
+    def board(self) -> FailureBoard | None:
+        """Where failures are reported; attached by the strategy once the ranks are connected."""
+        return self._board
+
+    @board.setter
+    def board(self, board: FailureBoard | None) -> None:
+        self._board = board
+        children = self._children or _launched
+        if children is not None:
+            children.board = board
+            if board is not None:
+                board.owns_terminal = True
+        elif board is not None and board.rank != 0:
+            self._quiet = self._quiet or QuietExit(board.rank, pipe=None)
+            self._quiet.board = board
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Start the other ranks of this node, unless somebody else does, and call ``function``.
+
+        Raises:
+            PeerFailure: another rank failed first.
+        """
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            self._call_children_scripts()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except _TunerExitException:
+            raise
+        except BaseException as error:
+            cause = first_failure(self._board, error)
+            if self._children is not None:
+                self._children.end_first_at_exit()
+            if cause is error:
+                raise
+            raise cause from None
+
+    def kill(self, signum: int | signal.Signals) -> None:
+        """Send a signal to the ranks that this process started."""
+        if self._children is not None:
+            self._children.kill(signum)
+
+    def _call_children_scripts(self) -> None:
+        global _launched
+        self._check_can_spawn_children()
+        environment = self.cluster_environment
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        os.environ["NODE_RANK"] = str(environment.node_rank())
+        os.environ["LOCAL_RANK"] = str(environment.local_rank())
+        os.environ["WORLD_SIZE"] = f"{self.num_processes * self.num_nodes}"
+        self._children = _launched = Children()
+        for local_rank in range(1, self.num_processes):
+            command, cwd = self._command(local_rank)
+            variables = {**os.environ, "LOCAL_RANK": str(local_rank)}
+            rank = environment.node_rank() * self.num_processes + local_rank
+            self.procs.append(self._children.start(rank, command, variables, cwd))
+        self._children.look_after()
+
+    def _command(self, local_rank: int) -> tuple[Sequence[str], str | None]:
+        """The command line and working directory of a child."""
+        command, cwd = self._script_command(local_rank)
+        if self.command_prefix is None:
+            return command, cwd
+        import __main__  # at call time: a program that runs a script replaces it
+
+        own = 2 if __main__.__spec__ is None else 3  # "python script.py" or "python -m module"
+        return [*self.command_prefix, *command[own:]], cwd
+
+    @staticmethod
+    def _script_command(local_rank: int) -> tuple[Sequence[str], str | None]:
+        if _HYDRA_AVAILABLE:
+            from hydra.core.hydra_config import HydraConfig
+
+            if HydraConfig.initialized():
+                return _hydra_subprocess_cmd(local_rank)
+        return _basic_subprocess_cmd(), None
+
+
+_launched: Children | None = None  # a later Trainer of the same script uses the same children
+
+
+class ProcessLauncher(_MultiProcessingLauncher):
+    """Starts all ranks of this node by ``multiprocessing``; the main process is none of them.
+
+    The weights that the main process's module has afterwards are the strategy's ``final_state``:
+    a dictionary as of ``state_dict()``, of the whole model, which the strategy must have set on
+    global rank 0 before its ``teardown`` has ended.
+    """
+
+    def __init__(
+        self,
+        strategy: pl.strategies.ParallelStrategy,
+        start_method: Literal["spawn", "fork", "forkserver"] = "spawn",
+    ) -> None:
+        super().__init__(strategy, start_method)
+        self._board: FailureBoard | None = None
+        self._directory = ""
+        self._process = 0
+
+    @property
+    def board(self) -> FailureBoard | None:
+        """Where failures are reported; attached by the strategy once the ranks are connected."""
+        return self._board
+
+    @board.setter
+    def board(self, board: FailureBoard | None) -> None:
+        self._board = board
+        if board is not None:
+            board.owns_terminal = False  # the main process does
+            board.on_failure(self._record)
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run ``function`` on all ranks of this node; returns what local rank 0 returned.
+
+        Raises:
+            PeerFailure: a rank failed; with its own traceback.
+        """
+        if self._start_method in ("fork", "forkserver"):
+            _check_bad_cuda_fork()
+        if self._start_method == "spawn":
+            _check_missing_main_guard()
+        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if self._already_fit and fitting:
+            raise NotImplementedError(
+                "Calling `trainer.fit()` twice on one Trainer is not supported where the processes "
+                f"are started by {self._start_method!r}; make a new Trainer, and use "
+                "`fit(ckpt_path=...)` to go on"
+            )
+        environment = self._strategy.cluster_environment
+        assert environment is not None
+        os.environ["MASTER_PORT"] = str(environment.main_port)  # the same for all of them
+        with tempfile.TemporaryDirectory(prefix="lightning-asyncpipe-") as self._directory:
+            output = self._run_processes(trainer, function, args, kwargs)
+            if trainer is None:
+                return output
+            self._already_fit |= fitting
+            self._recover_results_in_main_process(output, trainer)
+        return output.trainer_results
+
+    @property
+    def _num_processes(self) -> int:
+        count: int = self._strategy.num_processes  # type: ignore[attr-defined]
+        return count
+
+    # ------------------------------------------------------------------------- in the main process
+
+    def _run_processes(
+        self,
+        trainer: pl.Trainer | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        queue = mp.get_context(self._start_method).SimpleQueue()
+        arguments: list[Any] = [trainer, function, args, kwargs, queue]
+        if self._start_method == "spawn":
+            arguments.append(_GlobalStateSnapshot.capture())
+        context = start_processes(  # type: ignore[no-untyped-call]
+            self._wrapping_function,
+            args=arguments,
+            nprocs=self._num_processes,
+            start_method=self._start_method,
+            join=False,
+        )
+        self.procs = context.processes
+        try:
+            dead = self._wait_for_all_or_one_failed()
+        finally:  # also on Ctrl-C, which the terminal sends to all processes
+            self._end_processes()
+        if dead is not None:
+            raise as_exception(self._failure(dead))
+        return queue.get()
+
+    def _wait_for_all_or_one_failed(self) -> int | None:
+        """The index of the first process that ended badly, once one has; None: all ended well."""
+        alive = {process.sentinel: index for index, process in enumerate(self.procs)}
+        while alive:
+            for sentinel in multiprocessing.connection.wait(list(alive)):
+                index = alive.pop(sentinel)  # type: ignore[arg-type]
+                self.procs[index].join()
+                if self.procs[index].exitcode:
+                    return index
+        return None
+
+    def _end_processes(self) -> None:
+        """Let processes end by themselves for a while, then kill them.
+
+        Not by SIGTERM: Lightning's handler for it waits in a collective for ranks that are gone.
+        """
+        try:
+            deadline = time.monotonic() + _OWN_END
+            for process in self.procs:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in self.procs:
+                process.kill()
+                process.join()
+
+    def _failure(self, dead: int) -> Failure:
+        """The first failure, from what the processes recorded and how the first of them ended."""
+        process = self.procs[dead]
+        environment = self._strategy.cluster_environment
+        assert environment is not None
+        assert process.pid is not None
+        rank = environment.node_rank() * self._num_processes + dead
+        ended = Failure.lost(rank, how_it_ended(rank, process.pid, process.exitcode or 0))
+        records = [
+            Failure(*json.loads(file.read_text()))
+            for file in sorted(Path(self._directory).glob("failure-*.json"))
+        ]
+        own = [record for record in records if record.rank == rank and not record.is_lost]
+        explained = [record for record in records if not record.is_lost]
+        if process.exitcode is not None and process.exitcode < 0 and not own:
+            return ended  # what the others have recorded is how they noticed
+        return (own or explained or records or [ended])[0]
+
+    def _recover_results_in_main_process(
+        self, worker_output: _WorkerOutput, trainer: pl.Trainer
+    ) -> None:
+        weights = worker_output.weights_path
+        super()._recover_results_in_main_process(worker_output._replace(weights_path=None), trainer)
+        if weights is None:
+            return
+        module = trainer.lightning_module
+        if is_overridden("configure_model", module):
+            module.configure_model()  # layers that so far exist in the workers only
+        state = torch.load(weights, weights_only=False)  # written by our own process, just now
+        module.load_state_dict(state, strict=module.strict_loading)
+
+    # ----------------------------------------------------------------------------- in the processes
+
+    def _wrapping_function(self, process_idx: int, *args: Any) -> None:
+        tie_to_multiprocessing_parent()
+        self._process = process_idx
+        try:
+            super()._wrapping_function(process_idx, *args)
+        except BaseException as error:
+            self._exit(error)
+
+    def _exit(self, error: BaseException) -> NoReturn:
+        """End this process after ``error``; the main process raises the first failure."""
+        if self._board is not None:
+            self._board.report(error)
+            self._record()
+        else:
+            environment = self._strategy.cluster_environment
+            node = 0 if environment is None else environment.node_rank()
+            rank = node * self._num_processes + self._process
+            self._write(failure_of(rank, error))
+        sys.exit(1)
+
+    def _record(self) -> None:
+        """Leave the first failure for the main process, which is not on the board."""
+        if self._board is not None and self._board.failure is not None:
+            self._write(self._board.failure)
+
+    def _write(self, failure: Failure) -> None:
+        path = Path(self._directory) / f"failure-{self._process}.json"
+        unfinished = path.with_suffix(f".{time.monotonic_ns()}")
+        unfinished.write_text(json.dumps(failure))
+        unfinished.replace(path)
+
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> _WorkerOutput | None:
+        if self._strategy.local_rank != 0:
+            return None
+        checkpoint = trainer.checkpoint_callback
+        weights: str | None = None
+        if trainer.state.fn == TrainerFn.FITTING and self._strategy.global_rank == 0:
+            state = getattr(self._strategy, "final_state", None)
+            if state is None:
+                raise PipelineError("the strategy has no final_state to give to the main process")
+            weights = os.path.join(self._directory, "weights.pt")
+            torch.save(state, weights)
+        return _WorkerOutput(
+            getattr(checkpoint, "best_model_path", None),
+            weights,
+            trainer.state,
+            results,
+            self.get_extra_results(trainer),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_board": None}

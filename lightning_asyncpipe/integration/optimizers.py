@@ -1,0 +1,87 @@
+"""Optimizers over what a rank owns, under the full order of what the user configured.
+
+``configure_optimizers`` sees every parameter under its name. Afterwards each parameter group is pruned to what this
+rank owns; the full order is kept, since a checkpoint numbers parameters by it, as a one-device checkpoint does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+
+class OwnedOptimizer:
+    """One optimizer, pruned to the parameters that this rank owns.
+
+    Args:
+        optimizer: as the user configured it; pruned in place.
+        names: every parameter's name, by identity.
+        owned: names of the parameters that this rank owns.
+
+    Raises:
+        MisconfigurationException: if the optimizer holds a tensor that is no parameter of the module.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, names: Mapping[int, str], owned: frozenset[str]
+    ) -> None:
+        self.optimizer = optimizer
+        self.order: list[list[str]] = []
+        for group in optimizer.param_groups:
+            order = []
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is None:
+                    raise MisconfigurationException(
+                        f"`configure_optimizers` gave {type(optimizer).__name__} a tensor of shape "
+                        f"{tuple(parameter.shape)} that is no parameter of the LightningModule: register it as an "
+                        "`nn.Parameter` of the module, so that it can be placed on a stage."
+                    )
+                order.append(name)
+            self.order.append(order)
+            group["params"] = [
+                parameter
+                for parameter, name in zip(group["params"], order, strict=True)
+                if name in owned
+            ]
+        kept = {id(parameter) for parameter in self.parameters()}
+        for parameter in [p for p in optimizer.state if id(p) not in kept]:
+            del optimizer.state[parameter]
+
+    def parameters(self) -> list[Parameter]:
+        """The parameters that this rank steps."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _full_index(self, owned: frozenset[str]) -> list[int]:
+        """The number in the full order of each parameter of the pruned one."""
+        numbers: list[int] = []
+        start = 0
+        for order in self.order:
+            numbers += [start + i for i, name in enumerate(order) if name in owned]
+            start += len(order)
+        return numbers
+
+    def local_state(self, owned: frozenset[str]) -> dict[str, Any]:
+        """This rank's part of :meth:`state_dict`, parameters numbered in the full order."""
+        state = self.optimizer.state_dict()
+        numbers = self._full_index(owned)
+        return {
+            "state": {numbers[i]: value for i, value in state["state"].items()},
+            "param_groups": state["param_groups"],
+        }
+
+    def full_state(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """What one device's ``optimizer.state_dict()`` would hold, from the parts of all ranks."""
+        state: dict[int, Any] = {}
+        for part in parts:
+            state.update(part["state"])
+        groups = []
+        start = 0
+        for group, order in zip(parts[0]["param_groups"], self.order, strict=True):
+            groups.append({**group, "params": list(range(start, start + len(order)))})
+            start += len(order)
+        return {"state": dict(sorted(state.items())), "param_groups": groups}

@@ -1,0 +1,95 @@
+"""From what the user asked for to the numbers of a plan: devices, pipelines, micro-batches, bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_asyncpipe.plan.placement import Placement
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The resolved shape of a run.
+
+    Attributes:
+        num_stages: D, devices per replica.
+        num_pipelines: N, pipelines over the same devices.
+        num_microbatches: M, micro-batches per batch where the batch has as many samples.
+        max_in_flight: w, micro-batches that a pipeline takes in before a backward returns.
+        replicas: R, data-parallel replicas.
+    """
+
+    num_stages: int
+    num_pipelines: int
+    num_microbatches: int
+    max_in_flight: int
+    replicas: int = 1
+
+    @property
+    def placement(self) -> Placement:
+        """Which device hosts what."""
+        return Placement(self.num_stages, self.num_pipelines)
+
+
+def _positive(name: str, value: object, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, got {value!r}")
+    return value
+
+
+def resolve(
+    world_size: int,
+    num_stages: int | Auto = "auto",
+    num_pipelines: int | Auto = "auto",
+    num_microbatches: int | Auto = "auto",
+    max_in_flight: int | Auto = "auto",
+    data_parallel_size: int = 1,
+    split_backward: bool = False,
+) -> Geometry:
+    """Fill in what was left at "auto" and check the rest.
+
+    * ``num_stages``: the world size divided by ``data_parallel_size``.
+    * ``num_pipelines``: 2 (one down, one up) where there are two devices. That evens out the activations that one
+      pipeline would pile up on its first device, at 2/D of the weights per device.
+    * ``num_microbatches``: 4 D, with which the few micro-batches that meet two weight versions hardly matter.
+    * ``max_in_flight``: enough that a micro-batch in every stage leaves nobody idle (N w >= D, design of the capacity
+      law), and one more where the backward is not split, since F and B then do not tile exactly.
+
+    Raises:
+        ValueError: with the value and what would do instead.
+    """
+    replicas = _positive("data_parallel_size", data_parallel_size)
+    if world_size % replicas:
+        raise ValueError(
+            f"{world_size} processes cannot be divided among data_parallel_size={replicas} replicas: "
+            f"choose a data_parallel_size that divides {world_size}, or another number of devices"
+        )
+    available = world_size // replicas
+    stages = available if num_stages == "auto" else _positive("num_stages", num_stages)
+    if stages != available:
+        raise ValueError(
+            f"num_stages={stages} and data_parallel_size={replicas} need {stages * replicas} processes, but the "
+            f"Trainer has {world_size} (devices * num_nodes): use devices={stages * replicas}, or leave num_stages "
+            "at 'auto'"
+        )
+    pipelines = (
+        min(2, stages) if num_pipelines == "auto" else _positive("num_pipelines", num_pipelines)
+    )
+    if pipelines > stages:
+        raise ValueError(
+            f"num_pipelines={pipelines} is more than the {stages} devices of a replica: every pipeline beyond that "
+            f"would repeat one; choose 1 to {stages}"
+        )
+    microbatches = (
+        4 * stages if num_microbatches == "auto" else _positive("num_microbatches", num_microbatches)
+    )
+    enough = max(2, -(-stages // pipelines))
+    in_flight = (
+        enough + (0 if split_backward or stages == 1 else 1)
+        if max_in_flight == "auto"
+        else _positive("max_in_flight", max_in_flight)
+    )
+    return Geometry(stages, pipelines, microbatches, in_flight, replicas)

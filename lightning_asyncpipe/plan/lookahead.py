@@ -1,0 +1,169 @@
+"""Early forwards: filling a batch's waits with forwards of the next one.
+
+The operations of the current batch stay where they are, except weight gradients, which give way: they can be done any
+time before the segment's end. A forward of the next batch is put into a gap of its device only if it fits as a whole,
+and after the device's last operation only if it is over by the time that anyone it would hold up is done too: forwards
+that fill no wait are better run after the optimizer step, on new weights.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+from lightning_asyncpipe.plan.tables import BACKWARD, FORWARD, WEIGHT, Operation, Starts, Tables
+
+_Gaps = list[tuple[float, float]]
+"""The waits of a device, ``(begin, end)``, in order."""
+
+
+def horizons(
+    tables: Tables, ends: Sequence[float], reduced: Sequence[float] | None
+) -> list[float]:
+    """Until when each device may run early forwards.
+
+    Args:
+        tables: the placement.
+        ends: per device, the end of its last operation of the current batch.
+        reduced: per stage, when its gradients are with their owners, where a step follows: a device
+            then holds up those that share a stage with it, and no others. None: no step follows.
+    """
+    if reduced is None:
+        return [max(ends)] * len(ends)
+    last = [
+        max(reduced[stage], max(ends[device] for device in hosts))
+        for stage, hosts in enumerate(tables.hosts)
+    ]
+    return [max(last[stage] for stage in stages) for stages in tables.hosted]
+
+
+def early_forwards(
+    tables: Tables,
+    current: Sequence[Operation],
+    ahead: int,
+    starts: Starts,
+    until: Sequence[float],
+    limit: int,
+) -> tuple[list[Operation], list[Operation]]:
+    """Forwards of the next batch that fit into the waits of this one.
+
+    Args:
+        tables: the placement and its costs.
+        current: the operations of the current batch, as ``list_batch`` gives them.
+        ahead: micro-batches of the next batch.
+        starts: when devices and weights are available.
+        until: per device, its horizon.
+        limit: the most early forwards of a device.
+
+    Returns:
+        The current batch's operations, weight gradients moved, and the early forwards; each in an order of causes
+        before effects.
+    """
+    stages, message = tables.stages, tables.message
+    gaps = _gaps(tables, current, starts, until)
+    left = [limit] * stages
+    candidates = _entries(tables, current, ahead, starts)
+    early: list[Operation] = []
+    refused: set[int] = set()  # slots at which a micro-batch found no place: later ones may not overtake it
+    while candidates:
+        at, microbatch, slot = heappop(candidates)
+        device, duration = tables.device[slot], tables.forward[slot]
+        if slot in refused or not left[device]:
+            continue
+        start = _place(gaps[device], at, duration)
+        if start is None:
+            refused.add(slot)
+            continue
+        left[device] -= 1
+        early.append((start, start + duration, FORWARD, slot, microbatch))
+        if slot % stages < stages - 1:
+            at = max(start + duration + message, starts.stages[slot % stages + 1])
+            heappush(candidates, (at, microbatch, slot + 1))
+    if early and tables.split:
+        current = _weights_given_way(tables, current, early, gaps)
+    return list(current), early
+
+
+def _entries(
+    tables: Tables, current: Sequence[Operation], ahead: int, starts: Starts
+) -> list[tuple[float, int, int]]:
+    """First forwards that the bound in flight allows: a heap of time, micro-batch, slot."""
+    pipelines, stages = tables.pipelines, tables.stages
+    freed: list[list[float]] = [[] for _ in range(pipelines)]
+    begun = [0.0] * pipelines
+    for _, end, kind, slot, _ in current:
+        if slot % stages == 0:
+            if kind == FORWARD:
+                begun[slot // stages] = end
+            elif kind == BACKWARD:
+                freed[slot // stages].append(end)
+    entries: list[tuple[float, int, int]] = []
+    for microbatch in range(min(ahead, pipelines * tables.max_in_flight)):
+        round_, pipeline = divmod(microbatch, pipelines)
+        needed = len(freed[pipeline]) + round_ - tables.max_in_flight
+        room = freed[pipeline][needed] if needed >= 0 else 0.0
+        at = max(room, begun[pipeline], starts.stages[0])
+        entries.append((at, microbatch, pipeline * stages))
+    heapify(entries)
+    return entries
+
+
+def _gaps(
+    tables: Tables, current: Sequence[Operation], starts: Starts, until: Sequence[float]
+) -> list[_Gaps]:
+    """Per device, its waits up to its horizon, weight gradients counted as waits."""
+    free = list(starts.devices)
+    gaps: list[_Gaps] = [[] for _ in free]
+    for start, end, kind, slot, _ in current:
+        if kind == WEIGHT:
+            continue
+        device = tables.device[slot]
+        if start > free[device]:
+            gaps[device].append((free[device], start))
+        free[device] = end
+    for device, end in enumerate(until):
+        if end > free[device]:
+            gaps[device].append((free[device], end))
+    return gaps
+
+
+def _weights_given_way(
+    tables: Tables, current: Sequence[Operation], early: Sequence[Operation], gaps: Sequence[_Gaps]
+) -> list[Operation]:
+    """The current batch with its weight gradients put into what gaps are left, or at the end."""
+    done = [0.0] * tables.stages
+    inputs: dict[tuple[int, int], float] = {}
+    for operations in (current, early):
+        for _, end, kind, slot, microbatch in operations:
+            if kind == BACKWARD:
+                inputs[slot, microbatch] = end
+            if kind != WEIGHT:
+                device = tables.device[slot]
+                done[device] = max(done[device], end)
+    for line, end in zip(gaps, done, strict=True):
+        begin = line.pop()[0] if line and line[-1][1] > end else end
+        line.append((begin, math.inf))
+    moved = []
+    for operation in current:
+        _, _, kind, slot, microbatch = operation
+        if kind == WEIGHT:
+            duration = tables.weight[slot]
+            start = _place(gaps[tables.device[slot]], inputs[slot, microbatch], duration)
+            assert start is not None
+            operation = start, start + duration, kind, slot, microbatch
+        moved.append(operation)
+    return moved
+
+
+def _place(gaps: _Gaps, at: float, duration: float) -> float | None:
+    """Takes the first piece of a gap that holds ``duration`` from ``at`` on; returns its begin."""
+    for index in range(max(0, bisect_left(gaps, (at, at)) - 1), len(gaps)):
+        begin, end = gaps[index]
+        start = max(begin, at)
+        if start + duration <= end:
+            pieces = ((begin, start), (start + duration, end))
+            gaps[index : index + 1] = [piece for piece in pieces if piece[0] < piece[1]]
+            return start
+    return None

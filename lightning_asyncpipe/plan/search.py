@@ -1,0 +1,161 @@
+"""Choosing a policy: simulate the steady state under many, keep the best.
+
+Time is one objective and early forwards are another, since those that an optimizer step overtakes run on old weights:
+of all policies whose time is within a tolerance of the best one's, the one with the fewest early forwards is taken.
+The effort is counted in simulated operations, not in seconds, so that the choice is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lightning_asyncpipe.plan.listing import Keys
+from lightning_asyncpipe.plan.pattern import lattice
+from lightning_asyncpipe.plan.policies import (
+    Generator,
+    Policy,
+    classic_rules,
+    even_flows,
+    perturbed,
+)
+from lightning_asyncpipe.plan.steady import SteadyState, settle
+from lightning_asyncpipe.plan.tables import Tables
+
+EFFORT = 600_000
+"""Simulated operations per search: about a second of Python."""
+TOLERANCE = 0.002
+"""The share of time that fewer early forwards may cost."""
+
+_OVERRUNS = (0.0, 1.0, 2.0, 3.0)
+_SEGMENTS = (3, 10)
+"""The fewest and the most segments that a policy gets to settle."""
+_SHARE = 16
+"""Into how many policies the effort should go at least, where the fewest segments allow it."""
+_CANDIDATES = 500
+
+
+class Choice(NamedTuple):
+    """A policy and what it settles to."""
+
+    policy: Policy
+    state: SteadyState
+
+
+def choose(
+    tables: Tables,
+    microbatches: int,
+    look_ahead: bool,
+    steps: bool,
+    effort: int = EFFORT,
+    tolerance: float = TOLERANCE,
+) -> Choice:
+    """The best policy for a stream of equal segments.
+
+    Args:
+        tables: the placement and its costs.
+        microbatches: per segment.
+        look_ahead: whether early forwards are allowed.
+        steps: whether an optimizer step follows each segment.
+        effort: simulated operations to spend; at least one policy is simulated.
+        tolerance: the share of time that fewer early forwards may cost.
+    """
+    search = _Search(tables, microbatches, look_ahead, steps, effort, tolerance)
+    for policy in search.candidates():
+        search.simulate(policy)
+        if search.spent():
+            break
+    return search.best()
+
+
+class _Search:
+    def __init__(
+        self,
+        tables: Tables,
+        microbatches: int,
+        look_ahead: bool,
+        steps: bool,
+        effort: int,
+        tolerance: float,
+    ) -> None:
+        self.tables = tables
+        self.microbatches = microbatches
+        self.ahead = microbatches if look_ahead else 0
+        self.steps = steps
+        self.effort = self.left = effort
+        self.tolerance = tolerance
+        self.tried = 0
+        rows = tables.forward, tables.backward, tables.weight
+        work = sum(sum(row) for row in rows) / tables.stages
+        self.ideal = work * microbatches / tables.pipelines
+        self.front: list[Choice] = []  # no other is both faster and less early
+        operations = (3 if tables.split else 2) * microbatches * tables.stages
+        fewest, most = _SEGMENTS
+        self.segments = min(most, max(fewest, effort // _SHARE // operations))
+
+    def spent(self) -> bool:
+        """Whether to stop: no effort left, or nothing left to gain."""
+        best = self.best()
+        perfect = best.state.time <= self.ideal * (1 + 1e-9) and best.state.early == 0
+        return self.left <= 0 or self.tried >= _CANDIDATES or perfect
+
+    def best(self) -> Choice:
+        """The least early of those that are fast enough."""
+        fastest = min(choice.state.time for choice in self.front)
+        enough = [c for c in self.front if c.state.time <= fastest * (1 + self.tolerance)]
+        return min(enough, key=lambda choice: (choice.state.early, choice.state.time))
+
+    def simulate(self, policy: Policy) -> None:
+        """Settles a policy, and keeps it if it is the fastest among those as little early."""
+        state = settle(
+            self.tables, policy, self.microbatches, self.ahead, self.steps, self.segments
+        )
+        self.left -= state.operations
+        self.tried += 1
+        if any(c.state.time <= state.time and c.state.early <= state.early for c in self.front):
+            return
+        self.front = [
+            c for c in self.front if c.state.time < state.time or c.state.early < state.early
+        ]
+        self.front.append(Choice(policy, state))
+
+    def candidates(self) -> Iterator[Policy]:
+        """Policies in the order in which to try them; later ones build on the best so far."""
+        overruns = _OVERRUNS if self.ahead else _OVERRUNS[:1]
+        unlimited = self.tables.max_in_flight * self.tables.pipelines
+        flows, rules = list(even_flows(self.tables)), list(self.first_rules())
+        for part, some, extra in ((0.6, rules, overruns[:2]), (0.35, flows, overruns[:2]),
+                                  (0.3, rules, overruns[2:])):
+            for name, keys in some:
+                for overrun in extra:
+                    if self.left > part * self.effort:
+                        yield Policy(name, keys, overrun, unlimited)
+        if self.ahead:
+            yield from self.fewer_early()
+        generator = Generator(self.tables.stages * 1000 + self.tables.pipelines)
+        while True:
+            policy = self.best().policy
+            keys = policy.keys
+            if not keys.strict:  # what is strict must be an order that can be kept
+                keys = perturbed(self.tables, keys, generator)
+            overrun, limit = policy.overrun, policy.limit
+            if generator.unit() < 0.25:
+                overrun = overruns[generator.below(len(overruns))]
+            if generator.unit() < 0.25:
+                limit = generator.below(min(unlimited, 2 * limit) + 1)
+            yield Policy(policy.name, keys, overrun, limit)
+
+    def first_rules(self) -> Iterator[tuple[str, Keys]]:
+        pattern = None if self.tables.split else lattice(self.tables.placement, self.tables.max_in_flight)
+        if pattern is not None:
+            yield "lattice", pattern
+        yield from classic_rules(self.tables)
+
+    def fewer_early(self) -> Iterator[Policy]:
+        """The fastest policies again, with ever higher limits on early forwards."""
+        for policy, state in sorted(self.front, key=lambda choice: choice.state.time)[:3]:
+            limit = 0
+            while limit < state.most_early:
+                for overrun in _OVERRUNS[:3]:
+                    yield policy._replace(limit=limit, overrun=overrun)
+                limit += max(1, limit // 3)

@@ -1,0 +1,65 @@
+"""A placement and its costs as flat lists, which the schedulers' inner loops read.
+
+A *slot* is one stage of one pipeline, numbered ``pipeline * D + stage``; a slot is on exactly one device. An
+*operation* is one computation with its simulated times. Operations are plain tuples, since a search makes millions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lightning_asyncpipe.plan.costs import Costs
+from lightning_asyncpipe.plan.placement import Placement
+
+FORWARD, BACKWARD, WEIGHT = 0, 1, 2
+"""Kinds of operations. ``BACKWARD`` is the whole backward, or its input half where backwards are split."""
+
+
+Operation = tuple[float, float, int, int, int]
+"""One computation of a device: start, end, kind (one of the above), slot, micro-batch."""
+
+
+class Starts(NamedTuple):
+    """What a segment has to wait for.
+
+    Per device, when it begins; per stage, when its new weights arrive; per micro-batch, when the result of
+    its last carried forward is where it is used next (may be empty: at once).
+    """
+
+    devices: tuple[float, ...]
+    stages: tuple[float, ...]
+    carried: tuple[float, ...] = ()
+
+
+class Tables:
+    """Lists indexed by slot: ``device``, and durations ``forward``, ``backward`` and ``weight``."""
+
+    def __init__(
+        self, placement: Placement, max_in_flight: int, costs: Costs, split_backward: bool
+    ) -> None:
+        stages = placement.num_stages
+        self.placement = placement
+        self.costs = costs
+        self.split = split_backward
+        self.max_in_flight = max_in_flight
+        self.stages = stages
+        self.pipelines = placement.num_pipelines
+        slots = [(p, s) for p in range(self.pipelines) for s in range(stages)]
+        self.device = [placement.device(p, s) for p, s in slots]
+        self.stage = [s for _, s in slots]
+        self.forward = [costs.forward[s] for _, s in slots]
+        self.backward = [(costs.input_grad if split_backward else costs.backward)[s] for _, s in slots]
+        self.weight = [costs.weight_grad[s] if split_backward else 0.0 for _, s in slots]
+        self.message = costs.message if stages > 1 else 0.0
+        self.mean_forward = sum(costs.forward) / stages
+        self.hosts = [placement.hosts(s) for s in range(stages)]
+        self.hosted = [placement.hosted(d) for d in range(stages)]
+
+    @property
+    def at_once(self) -> Starts:
+        """Starts of a segment that nothing delays."""
+        return Starts((0.0,) * self.stages, (0.0,) * self.stages)
+
+    def rounds(self, pipeline: int, microbatches: int) -> int:
+        """How many of a batch's micro-batches a pipeline gets."""
+        return max(0, -(-(microbatches - pipeline) // self.pipelines))

@@ -1,0 +1,124 @@
+"""Gradients of a window, gathered outside ``parameter.grad``.
+
+Backwards run inside Lightning's ``training_step``, and Lightning zeroes the gradients after it: until the window ends,
+gradients therefore live here, in float32 at least. While a backward runs, an accumulator of the parameter's own data
+type is lent to it as ``.grad``, so that autograd adds in place and hooks on gradients see what they would see on one
+device that accumulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_asyncpipe.runtime.ownership import Bucket
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The data type in which gradients of parameters of type `dtype` are added up: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class GradientAccumulator:
+    """Sums of the gradients of this rank's parameters since the last :meth:`clear`.
+
+    Args:
+        parameters: the trainable parameters that this rank hosts, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._sums: dict[str, Tensor] = {}
+
+    @contextmanager
+    def collecting(
+        self, names: Iterable[str], leaves: Mapping[Parameter, Tensor] | None = None
+    ) -> Iterator[None]:
+        """Gather the gradients that the enclosed backward gives to the parameters `names`.
+
+        Args:
+            names: parameters that the backward may reach.
+            leaves: the tensors that stood in for the parameters in the forward, where some did.
+        """
+        leaves = leaves or {}
+        targets: list[tuple[str, Tensor]] = []
+        for name in names:
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                targets.append((name, leaves.get(parameter, parameter)))
+        for name, target in targets:
+            total = self._sums.get(name)
+            target.grad = total if total is not None and total.dtype == target.dtype else None
+        try:
+            yield
+        finally:
+            for name, target in targets:
+                gradient, target.grad = target.grad, None
+                if gradient is not None:
+                    self._add(name, gradient)
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        total = self._sums.get(name)
+        if gradient is total:
+            return
+        gradient = gradient.detach()
+        if total is None or total.dtype == gradient.dtype:
+            # What autograd returns for a lent accumulator already holds the sum.
+            self._sums[name] = gradient.to(accumulation_dtype(gradient.dtype))
+        else:
+            total.add_(gradient)
+
+    def get(self, name: str) -> Tensor | None:
+        """The sum for one parameter, None if no backward reached it."""
+        return self._sums.get(name)
+
+    def clear(self) -> None:
+        """Forget all sums: a new window begins."""
+        self._sums.clear()
+
+
+def pack_gradients(
+    accumulator: GradientAccumulator, names: Sequence[str], shapes: Mapping[str, torch.Size],
+    dtype: torch.dtype, device: torch.device,
+) -> Tensor:
+    """One flat tensor: the sums of `names`, then one flag each that says whether there was any gradient."""
+    parts: list[Tensor] = []
+    flags = torch.zeros(len(names), dtype=dtype, device=device)
+    for i, name in enumerate(names):
+        total = accumulator.get(name)
+        if total is None:
+            parts.append(torch.zeros(shapes[name].numel(), dtype=dtype, device=device))
+        else:
+            flags[i] = 1
+            parts.append(total.reshape(-1))
+    return torch.cat([*parts, flags])
+
+
+def add_packed(
+    sums: dict[str, Tensor], packed: Tensor, names: Sequence[str], shapes: Mapping[str, torch.Size]
+) -> None:
+    """Add what :func:`pack_gradients` made to `sums`; parameters without any gradient stay out of it."""
+    flags = packed[len(packed) - len(names):].tolist()
+    start = 0
+    for name, flag in zip(names, flags, strict=True):
+        size = shapes[name].numel()
+        if flag:
+            part = packed[start:start + size].view(shapes[name])
+            sums[name] = sums[name].add_(part) if name in sums else part.clone()
+        start += size
+
+
+def pack_weights(parameters: Mapping[str, Parameter], names: Sequence[str]) -> Tensor:
+    """The weights of `names` in one flat tensor of their data type."""
+    with torch.no_grad():
+        return torch.cat([parameters[name].detach().reshape(-1) for name in names])
+
+
+def shard_of(bucket: Bucket, rank: int) -> tuple[str, ...]:
+    """The names of `bucket` that `rank` owns, none if it owns none."""
+    return next((names for owner, names in bucket.shards if owner == rank), ())

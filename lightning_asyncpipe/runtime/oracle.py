@@ -1,0 +1,173 @@
+"""The reference: the same action lists, executed by one process on one copy of the weights.
+
+The contract says on which version of the weights every forward and backward runs, whatever the timing. So one process
+that walks the lists of all devices in any order that meets their dependencies, on the real modules, with the optimizer
+writing in place between segments, must get the same parameters as the distributed run. There are no messages, owners
+or replicas here that could be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_asyncpipe.errors import ScheduleError
+from lightning_asyncpipe.plan.actions import Action, Kind
+from lightning_asyncpipe.plan.schedule import Planner, SegmentPlan, SegmentSpec
+from lightning_asyncpipe.runtime.engine import BusyTime, Work
+from lightning_asyncpipe.runtime.gradients import GradientAccumulator
+from lightning_asyncpipe.runtime.stages import StageForward, StageRunner
+from lightning_asyncpipe.runtime.staleness import StalenessCounter
+from lightning_asyncpipe.runtime.stash import WeightStash
+
+
+class Oracle:
+    """Executes the segments of all devices of one replica in this process.
+
+    Args:
+        planner: makes the segment plans.
+        runner: runs stages of the user's step; its model holds all weights.
+        parameters: the trainable parameters by name.
+        staleness: counts and bounds the versions that forwards and backwards met.
+        stash: gives early forwards a second set of weights; None lets them run on the live ones.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        runner: StageRunner,
+        parameters: Mapping[str, Parameter],
+        staleness: StalenessCounter,
+        stash: WeightStash | None = None,
+    ) -> None:
+        self.planner = planner
+        self.runner = runner
+        self.staleness = staleness
+        self.stash = stash
+        self.busy = BusyTime()
+        self._accumulator = GradientAccumulator(parameters)
+        self._parameters = dict(parameters)
+        self._last_stage = planner.placement.num_stages - 1
+        self._updated = False
+        self._carried: Work | None = None
+        self._carry: tuple[int, ...] = ()
+        self._forwards: dict[tuple[int, int, int], tuple[StageForward, int, Mapping[Parameter, Tensor] | None]] = {}
+        self._entry_gradients: dict[tuple[int, int, int], Tensor | None] = {}
+        self._serial = 0
+
+    def run(self, current: Work, upcoming: Work | None, steps: bool) -> SegmentPlan:
+        """As :meth:`Engine.run`, for all devices."""
+        for work in (current, upcoming):
+            if work is not None and work.serial < 0:
+                work.serial, self._serial = self._serial, self._serial + 1
+        spec = SegmentSpec(
+            microbatches=len(current.tasks),
+            ahead=0 if upcoming is None else len(upcoming.tasks),
+            carried=self._carry,
+            updated=self._updated,
+            steps=steps,
+        )
+        plan = self.planner.segment(spec)
+        if self._updated:
+            self._updated = False
+            for stage in range(self._last_stage + 1):
+                self.staleness.updated(stage)
+        queues = [
+            [a for a in actions if a.kind in (Kind.FORWARD, Kind.BACKWARD)] for actions in plan.actions
+        ]
+        positions = [0] * len(queues)
+        while any(position < len(queue) for position, queue in zip(positions, queues, strict=True)):
+            progressed = False
+            for device, queue in enumerate(queues):
+                while positions[device] < len(queue):
+                    action = queue[positions[device]]
+                    work = upcoming if action.ahead else current
+                    assert work is not None
+                    if not self._execute(action, work, action.ahead and steps):
+                        break
+                    positions[device] += 1
+                    progressed = True
+            if not progressed:
+                raise ScheduleError(f"no device can go on: positions {positions}")
+        self.staleness.close_segment(plan)
+        self._carried, self._carry = (upcoming, plan.carry) if any(plan.carry) else (None, ())
+        if self.stash is not None:
+            self.stash.rotate()
+        return plan
+
+    def _execute(self, action: Action, work: Work, stale: bool) -> bool:
+        """Run the action if what it needs is there."""
+        key = (work.serial, action.microbatch, action.stage)
+        if action.kind is Kind.FORWARD:
+            return self._forward(key, work, action, stale)
+        return self._backward(key, work)
+
+    def _forward(self, key: tuple[int, int, int], work: Work, action: Action, stale: bool) -> bool:
+        serial, index, stage = key
+        activation = None
+        if stage > 0:
+            if (serial, index, stage - 1) not in self._forwards:
+                return False
+            before = self._forwards[serial, index, stage - 1][0]
+            assert before.output is not None
+            activation = before.output.detach().clone().requires_grad_(before.requires_grad)
+        leaves = self.stash.leaves(stage) if stale and self.stash is not None else None
+        with work.early() if action.ahead else nullcontext():
+            forward = self.runner.forward(stage, work.tasks[index], activation, leaves)
+            if stage == self._last_stage:
+                forward.root = work.finish(index, forward.value)
+        work.batch_statistics.setdefault(index, []).extend(forward.buffer_records)
+        self._forwards[key] = (forward, self.staleness.forward(stage), leaves)
+        return True
+
+    def _backward(self, key: tuple[int, int, int], work: Work) -> bool:
+        serial, index, stage = key
+        gradient = None
+        if stage < self._last_stage:
+            if (serial, index, stage + 1) not in self._entry_gradients:
+                return False
+            gradient = self._entry_gradients.pop((serial, index, stage + 1))
+        forward, version, leaves = self._forwards.pop(key)
+        with self._accumulator.collecting(self.runner.program.parameters[stage], leaves):
+            entry_gradient = self.runner.backward(forward, gradient)
+        work.batch_statistics.setdefault(index, []).extend(forward.recomputed_records())
+        self.staleness.backward(stage, version)
+        if stage > 0:
+            self._entry_gradients[key] = entry_gradient
+        return True
+
+    def drop_carry(self) -> None:
+        """As :meth:`Engine.drop_carry`."""
+        self._forwards.clear()
+        if self._carried is not None:
+            self._carried.serial = -1
+            self._carried.batch_statistics.clear()
+        self._carried, self._carry = None, ()
+        if self.stash is not None:
+            self.stash.clear()
+
+    def collect_gradients(self) -> dict[str, Tensor]:
+        """The window's gradients of all parameters that got one, by name."""
+        sums = {name: self._accumulator.get(name) for name in self._parameters}
+        self._accumulator.clear()
+        return {name: gradient for name, gradient in sums.items() if gradient is not None}
+
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+        self._updated = True
+
+    def settle(self) -> None:
+        """Count the new version now; there are no replicas to bring up to date."""
+        if self._updated:
+            self._updated = False
+            for stage in range(self._last_stage + 1):
+                self.staleness.updated(stage)
+
+    def pause_clock(self) -> None:
+        """One process has no idle time to measure."""
+
+    def close(self) -> None:
+        """Nothing to stop."""

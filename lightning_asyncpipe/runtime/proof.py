@@ -1,0 +1,311 @@
+"""Proof that a program computes what the step computes.
+
+The analysis of a trace sees tensors. Values that cross a cut in another way, as Python numbers, in numpy arrays, on
+attributes that hide them, are found by running the stages one after the other, in one process, on the traced
+micro-batch, and comparing with an ordinary run bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_asyncpipe._private import CallImpl
+from lightning_asyncpipe.errors import CutError
+from lightning_asyncpipe.runtime.buffers import preserved_buffers
+from lightning_asyncpipe.runtime.calls import ForwardRun
+from lightning_asyncpipe.runtime.candidates import Candidates, Cut, Way, find_cuts
+from lightning_asyncpipe.runtime.program import StageProgram, build_program
+from lightning_asyncpipe.runtime.stages import StageForward, StageRunner, StageTask
+from lightning_asyncpipe.runtime.structure import leaf_at, tensors
+
+Context = Callable[[], AbstractContextManager[Any]]
+_SPREAD = 10.0  # how many times the difference of two ordinary runs a run in stages may differ
+
+
+def loss_of(value: Any) -> Tensor:
+    """The loss in what a step returned: a tensor, or ``value["loss"]``."""
+    loss = value["loss"] if isinstance(value, Mapping) else value
+    if not isinstance(loss, Tensor):
+        raise CutError(f"the step returned {type(loss).__name__}; it must return a loss to be trained in stages")
+    return loss
+
+
+@dataclass
+class _Ordinary:
+    """What an ordinary run gives: the tensor at each cut, the step's results, the parameters' gradients."""
+
+    boundaries: list[Tensor]
+    results: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+class _Observation(ForwardRun):
+    """A run of the whole step that looks at the tensors which would be sent."""
+
+    def __init__(self, runner: StageRunner, result: StageForward, cuts: Sequence[Cut]) -> None:
+        super().__init__(runner, result, None)
+        self._cuts = cuts
+        self.seen: dict[int, Tensor] = {}
+
+    def call(self, name: str, module: nn.Module, call: CallImpl, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = None if self.inside else (name, self.counts[name])
+        for index, cut in enumerate(self._cuts):
+            if cut.way != "result" and cut.call == key:
+                self._see(index, leaf_at((args, kwargs), cut.positions[0]))
+        result = super().call(name, module, call, args, kwargs)
+        for index, cut in enumerate(self._cuts):
+            if cut.way == "result" and cut.call == key:
+                self._see(index, leaf_at(result, cut.positions[0]))
+        return result
+
+    def _see(self, index: int, tensor: Tensor) -> None:
+        with torch.no_grad():
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            self.seen[index] = copy.copy_(tensor).requires_grad_(tensor.requires_grad)
+
+
+class _Proof:
+    """Runs a step ordinarily and in stages, and compares."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        program: StageProgram,
+        step: Callable[..., Any],
+        task: StageTask,
+        context: Context,
+        loss: Callable[[Any], Tensor] | None,
+    ) -> None:
+        self.model = model
+        self.program = program
+        self.step = step
+        self.task = task
+        self.context = context
+        self.loss = loss
+        self.parameters: dict[str, Parameter] = dict(model.named_parameters())
+
+    def ordinary(self) -> _Ordinary:
+        """Run the step as a single stage."""
+        with self._runner(self.program.whole()) as runner:
+            run = _Observation(runner, StageForward(0, self.task), self.program.cuts)
+            forward = runner.execute(run)
+            results = [tensor.detach().clone() for tensor in tensors(forward.value)]
+            if self.loss is not None:
+                forward.root = self.loss(forward.value)
+                runner.backward(forward)
+            boundaries = [run.seen[i] for i in range(len(self.program.cuts))]
+            return _Ordinary(boundaries, results, self._take_gradients())
+
+    def differences(self, ordinary: _Ordinary, again: _Ordinary | None = None) -> dict[int, str]:
+        """What differs when each stage starts from what the ordinary run had at its cut, by stage.
+
+        Args:
+            ordinary: an ordinary run.
+            again: another one; where the two differ, as much as they do is forgiven.
+        """
+        last = self.program.num_stages - 1
+        found: dict[int, str] = {}
+        forwards: list[StageForward] = []
+        absent = [self._absent(stage) for stage in range(last + 1)]
+        with self._runner(self.program) as runner:
+            for stage in range(last + 1):
+                activation = None
+                if stage > 0:
+                    boundary = ordinary.boundaries[stage - 1]
+                    activation = boundary.detach().clone().requires_grad_(boundary.requires_grad)
+                try:
+                    forward = runner.forward(stage, self.task, activation, absent[stage])
+                except Exception as error:
+                    found[stage] = f"it fails with {type(error).__name__}: {error}"
+                    continue
+                made = tensors(forward.value) if stage == last else [forward.output]
+                expected, other = (_outputs(run, stage, last) for run in (ordinary, again or ordinary))
+                if len(made) != len(expected) or not all(
+                    _same(x, y, z) for x, y, z in zip(made, expected, other, strict=True)
+                ):
+                    found[stage] = "what the step returns" if stage == last else "the tensor it sends on"
+                    found[stage] += " is not the same as in an ordinary run"
+                if self.loss is None:
+                    forward.root = forward.value = None
+                forwards.append(forward)
+            if self.loss is not None and not found:
+                forwards[-1].root = self.loss(forwards[-1].value)
+                gradient = None
+                for forward in reversed(forwards):
+                    gradient = runner.backward(forward, gradient)
+        self._compare_gradients(ordinary, again or ordinary, absent, found)
+        return found
+
+    def _compare_gradients(
+        self,
+        ordinary: _Ordinary,
+        again: _Ordinary,
+        absent: Sequence[Mapping[Parameter, Tensor]],
+        found: dict[int, str],
+    ) -> None:
+        gradients = self._take_gradients()
+        if self.loss is None or found:
+            return
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for stage, zeros in enumerate(absent):
+            for parameter, zero in zeros.items():
+                if zero.grad is not None and zero.grad.any():
+                    name = names[id(parameter)]
+                    found.setdefault(stage, f"'{name}' gets a gradient though it is not in this stage")
+        for name in self.parameters:
+            stages = [i for i, used in enumerate(self.program.parameters) if name in used]
+            trio = [run.get(name) for run in (gradients, ordinary.gradients, again.gradients)]
+            # A missing gradient and one of zeros train alike.
+            present = next((g for g in trio if g is not None), None)
+            if present is None:
+                continue
+            a, b, c = (torch.zeros_like(present) if g is None else g for g in trio)
+            if not _same(a, b, c, summed=len(stages) > 1):
+                found.setdefault(stages[0] if stages else 0, f"the gradient of '{name}' is not the same")
+
+    @contextmanager
+    def _runner(self, program: StageProgram) -> Iterator[StageRunner]:
+        runner = StageRunner(self.model, program, self.step, self.context)
+        try:
+            yield runner
+        finally:
+            runner.close()
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Buffers and gradients are what they were afterwards."""
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters.values()]
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        try:
+            with preserved_buffers(self.model):
+                yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def _absent(self, stage: int) -> dict[Parameter, Tensor]:
+        """Zeros for the parameters that a stage does not have."""
+        names = set(self.program.parameters[stage])
+        return {
+            parameter: torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+            .expand(parameter.shape)
+            .requires_grad_(parameter.requires_grad)
+            for name, parameter in self.parameters.items()
+            if name not in names
+        }
+
+    def _take_gradients(self) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                found[name], parameter.grad = parameter.grad, None
+        return found
+
+
+def prove(
+    model: nn.Module,
+    program: StageProgram,
+    step: Callable[..., Any],
+    task: StageTask,
+    context: Context = nullcontext,
+    loss: Callable[[Any], Tensor] | None = loss_of,
+) -> None:
+    """Run all stages of a program in this process and compare with an ordinary run.
+
+    Parameters that a stage is not said to use are zeros in it. Buffers, gradients and random states are left as they
+    were. Equal means equal to the last bit; where two ordinary runs differ themselves (atomic additions on a GPU), a
+    multiple of their difference is allowed, and the gradient of a parameter of several stages may be rounded otherwise,
+    since its parts are summed in another order.
+
+    Args:
+        model: with all its parameters.
+        program: what to prove.
+        step: as for :class:`StageRunner`.
+        task: a micro-batch.
+        context: as for :class:`StageRunner`.
+        loss: gives the loss from what the step returns; None: compare the forward only, which needs no more memory than
+            a stage.
+
+    Raises:
+        CutError: something differs; the message says at which cut.
+    """
+    proof = _Proof(model, program, step, task, context, loss)
+    with proof.preserved():
+        ordinary = proof.ordinary()
+        found = proof.differences(ordinary)
+        if found:
+            found = proof.differences(ordinary, proof.ordinary())
+    if found:
+        stage = min(found)
+        place = _place(program, stage)
+        raise CutError(
+            f"stage {stage} ({place}) does not compute what it does in an ordinary run: {found[stage]}. Something "
+            "crosses a cut that is not a tensor: an attribute, a numpy array, a value read with .item(). Name other "
+            "cuts, or pass it on as part of the tensor."
+        )
+
+
+def confirm(
+    candidates: Candidates,
+    model: nn.Module,
+    step: Callable[..., Any],
+    task: StageTask,
+    context: Context = nullcontext,
+) -> Candidates:
+    """Leave out the valid cuts at which a run in stages gives other results.
+
+    All cuts are tried at once: each stage starts from what an ordinary run has at its cut, so a round costs about two
+    forwards.
+
+    Args:
+        candidates: from :func:`find_cuts`.
+        model, step, task, context: as for :func:`prove`.
+    """
+    without: set[tuple[int, Way]] = set()
+    while candidates.cuts:
+        proof = _Proof(model, build_program(candidates, candidates.cuts), step, task, context, None)
+        with proof.preserved():
+            ordinary = proof.ordinary()
+            found = proof.differences(ordinary)
+            if found:
+                found = proof.differences(ordinary, proof.ordinary())
+        if not found:
+            break
+        # What is wrong in a stage entered it at its first cut; the first stage can only be wrong at its last one.
+        wrong = [candidates.cuts[max(stage - 1, 0)] for stage in found]
+        without |= {(cut.value, cut.way) for cut in wrong}
+        candidates = find_cuts(candidates.trace, without)
+    return candidates
+
+
+def _place(program: StageProgram, stage: int) -> str:
+    begin = f"from '{program.cuts[stage - 1].begins}'" if stage > 0 else "from the beginning"
+    end = f"to '{program.cuts[stage].begins}'" if stage < len(program.cuts) else "to the end"
+    return f"{begin} {end}"
+
+
+def _outputs(run: _Ordinary, stage: int, last: int) -> list[Tensor]:
+    return run.results if stage == last else [run.boundaries[stage]]
+
+
+def _same(made: Any, expected: Tensor, other: Tensor, summed: bool = False) -> bool:
+    """Whether `made` equals `expected`, or is as near to it as `other` is."""
+    if not isinstance(made, Tensor) or made.shape != expected.shape or made.dtype != expected.dtype:
+        return False
+    if torch.allclose(made, expected, 0.0, 0.0, equal_nan=True):
+        return True
+    made, expected, other = made.detach(), expected.detach(), other.detach()
+    if not made.is_floating_point():
+        return False
+    allowed = _SPREAD * float((expected - other).abs().max())
+    if summed:
+        allowed += 8 * torch.finfo(made.dtype).eps * float(expected.abs().max())
+    return bool((made - expected).abs().max() <= allowed)

@@ -1,0 +1,50 @@
+"""A second set of weights for early forwards.
+
+With ``weight_stash`` an early forward and its backward use the same weights, those of the version before the update.
+The forward runs on leaf tensors of its own, copied once per window and stage, and its gradients go to the real
+parameters' accumulators. Live parameters never change their ``.data``: operations that saved the parameter itself would
+then see one version and operations that saved a derived copy another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class WeightStash:
+    """Copies of the hosted weights as they were before the coming update.
+
+    Args:
+        parameters: the hosted trainable parameters by name.
+        stages: for each stage, the names of the parameters that it uses.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], stages: Sequence[Sequence[str]]) -> None:
+        self._parameters = parameters
+        self._stages = stages
+        self._leaves: dict[str, Tensor] = {}
+
+    def leaves(self, stage: int) -> dict[Parameter, Tensor]:
+        """The stand-ins for the parameters of a stage, made on first use."""
+        found: dict[Parameter, Tensor] = {}
+        for name in self._stages[stage]:
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                continue
+            leaf = self._leaves.get(name)
+            if leaf is None:
+                leaf = self._leaves[name] = parameter.detach().clone(
+                    memory_format=torch.preserve_format
+                ).requires_grad_()
+            found[parameter] = leaf
+        return found
+
+    def rotate(self) -> None:
+        """A segment ends: the forwards that are in flight keep their copies alive, the next ones make new ones."""
+        self._leaves.clear()
+
+    clear = rotate

@@ -1,0 +1,259 @@
+"""Calls and configurations that a pipeline cannot honour are refused with what to do instead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
+from torch.distributed import all_reduce as imported_all_reduce
+from torch.distributed.nn.functional import all_gather as gather_with_gradient
+from torchmetrics import MeanMetric
+
+from lightning_asyncpipe.errors import CollectiveInStepError, PipelineError
+from lightning_asyncpipe.integration import guards
+from lightning_asyncpipe.integration.guards import (
+    check_module,
+    check_optimizers,
+    forbid_in_step,
+    in_step,
+    overrides_train_batch_start,
+)
+
+torch.set_num_threads(1)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def world(tmp_path: Any) -> Iterator[None]:
+    """A world of one process, in which every collective would succeed."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def synchronised_metric() -> None:
+    metric = MeanMetric(distributed_available_fn=lambda: True)
+    metric.update(1.0)
+    metric.compute()
+
+
+COLLECTIVES: dict[str, tuple[Callable[[], Any], str]] = {
+    "all_reduce": (lambda: dist.all_reduce(torch.ones(1)), "torch.distributed.all_reduce"),
+    "barrier": (lambda: dist.barrier(), "torch.distributed.barrier"),
+    "broadcast": (lambda: dist.broadcast(torch.ones(1), 0), "torch.distributed.broadcast"),
+    "objects": (
+        lambda: dist.all_gather_object([None], 1),
+        "torch.distributed.all_gather_object",
+    ),
+    "group": (lambda: dist.new_group(), "torch.distributed.new_group"),
+    "imported by name": (
+        lambda: imported_all_reduce(torch.ones(1)),
+        "torch.distributed.all_reduce",
+    ),
+    "with gradient": (
+        lambda: gather_with_gradient(torch.ones(1)),
+        "torch.distributed.all_gather",
+    ),
+    "metric": (synchronised_metric, "MeanMetric.compute"),
+}
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_inside_a_step_raises_and_outside_works(name: str) -> None:
+    collective, call = COLLECTIVES[name]
+    collective()
+    with in_step(), pytest.raises(CollectiveInStepError, match=rf"`{call}` was called inside"):
+        collective()
+    collective()
+
+
+@pytest.mark.usefixtures("world")
+def test_other_threads_are_not_concerned() -> None:
+    errors: list[BaseException] = []
+
+    def collect() -> None:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except BaseException as error:
+            errors.append(error)
+
+    with in_step():
+        thread = threading.Thread(target=collect)
+        thread.start()
+        thread.join()
+    assert errors == []
+
+
+@pytest.mark.usefixtures("world")
+def test_questions_about_the_world_are_allowed_inside_a_step() -> None:
+    with in_step():
+        assert dist.get_rank() == 0
+        assert dist.get_world_size() == 1
+        metric = MeanMetric()
+        assert float(metric(torch.tensor(2.0))) == 2.0
+
+
+def test_everything_is_put_back_after_the_outermost_step() -> None:
+    before = [getattr(owner, name) for owner, name, _ in guards._replacements()]
+
+    def fail_inside() -> None:
+        with in_step():
+            pass
+        with pytest.raises(CollectiveInStepError):
+            dist.barrier()
+        raise KeyError
+
+    with pytest.raises(KeyError), in_step():
+        fail_inside()
+    assert [getattr(owner, name) for owner, name, _ in guards._replacements()] == before
+    forbid_in_step("anything")
+
+
+def test_the_error_says_what_to_do() -> None:
+    with in_step(), pytest.raises(PipelineError, match=r"`self.all_gather`.*on_train_batch_end"):
+        forbid_in_step("self.all_gather")
+
+
+# Configuration
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Manual(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Model):
+    def backward(self, loss: torch.Tensor) -> None:  # type: ignore[override]
+        loss.backward()
+
+
+class TakesIterator(Model):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return None
+
+
+class Synchronised(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = torch.nn.Sequential(torch.nn.SyncBatchNorm(1))
+
+
+class NoStep(LightningModule):
+    pass
+
+
+def trainer(**options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **options
+    )
+
+
+def test_an_ordinary_module_passes() -> None:
+    check_module(Model(), trainer())
+    check_optimizers([torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])])
+    check_optimizers([])
+
+
+@pytest.mark.parametrize(
+    ("module", "found", "remedy"),
+    [
+        (Manual, "Manual.automatic_optimization", "Return the loss"),
+        (OwnBackward, "OwnBackward.backward", "scale the loss"),
+        (TakesIterator, "dataloader_iter", r"def training_step\(self, batch, batch_idx\)"),
+        (Synchronised, r"SyncBatchNorm \(norms.0\)", "GroupNorm"),
+        (NoStep, "NoStep", "Define one"),
+    ],
+)
+def test_modules_that_cannot_be_pipelined_are_refused(
+    module: type[LightningModule], found: str, remedy: str
+) -> None:
+    with pytest.raises(MisconfigurationException, match=f"{found}.*{remedy}"):
+        check_module(module(), trainer())
+
+
+def test_sync_batchnorm_of_the_trainer_is_refused() -> None:
+    asked = trainer(strategy="ddp", sync_batchnorm=True)
+    with pytest.raises(MisconfigurationException, match=r"`sync_batchnorm=True`.*BatchNorm"):
+        check_module(Model(), asked)
+
+
+def test_several_optimizers_and_lbfgs_are_refused() -> None:
+    weights = [torch.nn.Parameter(torch.ones(1))]
+    sgd, adam = torch.optim.SGD(weights, lr=0.1), torch.optim.Adam(weights)
+    with pytest.raises(MisconfigurationException, match=r"2 optimizers \(SGD, Adam\).*groups"):
+        check_optimizers([sgd, adam])
+    with pytest.raises(MisconfigurationException, match=r"LBFGS.*AdamW"):
+        check_optimizers([torch.optim.LBFGS(weights)])
+
+
+# Early forwards
+
+
+class StartsBatches(Callback):
+    def on_train_batch_start(self, *args: Any) -> None:
+        pass
+
+
+class MonitorsMore(LearningRateMonitor):
+    """Inherits Lightning's ``on_train_batch_start``."""
+
+
+class StartsInModule(Model):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class StartsInData(LightningDataModule):
+    def on_train_batch_start(self, *args: Any) -> None:
+        pass
+
+
+def overriding(module: LightningModule, *callbacks: Callback) -> str | None:
+    made = trainer(callbacks=list(callbacks))
+    made.strategy.connect(module)
+    return overrides_train_batch_start(made)
+
+
+def test_what_overrides_the_start_of_a_batch_is_named() -> None:
+    assert overriding(Model(), MonitorsMore(), LambdaCallback()) is None
+    assert overriding(StartsInModule()) == "StartsInModule.on_train_batch_start"
+    assert overriding(Model(), StartsBatches()) == "StartsBatches.on_train_batch_start"
+    given = LambdaCallback(on_train_batch_start=lambda *args: None)
+    assert overriding(Model(), given) == "LambdaCallback.on_train_batch_start"
+
+
+def test_a_datamodule_has_no_such_hook() -> None:
+    called: list[str] = []
+
+    class Noting(StartsInData):
+        def on_train_batch_start(self, *args: Any) -> None:
+            called.append("data")
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.ones(2, 1))  # type: ignore[arg-type]
+
+    made = trainer(max_epochs=1, enable_progress_bar=False, enable_model_summary=False)
+    made.fit(Model(), datamodule=Noting())
+    assert called == []

@@ -1,0 +1,393 @@
+"""How a batch is split into micro-batches, and when two micro-batches have one fingerprint."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+import warnings
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+
+from lightning_asyncpipe.runtime import microbatch
+from lightning_asyncpipe.runtime.microbatch import MicroBatch, batch_size, fingerprint, split
+
+torch.set_num_threads(1)
+
+Pair = namedtuple("Pair", "x y")
+
+
+def rows(n: int, *shape: int) -> Tensor:
+    return torch.arange(float(n)).reshape(n, *(1 for _ in shape)).expand(n, *shape).clone()
+
+
+def data(batch: Any, count: int, **options: Any) -> list[Any]:
+    return [part.data for part in split(batch, count, **options)]
+
+
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 4))
+@settings(deadline=None)
+def test_sizes_are_those_of_tensor_split_with_enough_samples_in_each(
+    n: int, count: int, min_samples: int
+) -> None:
+    batch = rows(n)
+    parts = split(batch, count, min_samples=min_samples)
+    used = max(1, min(count, n // min_samples))
+    assert [p.size for p in parts] == [len(p) for p in batch.tensor_split(used)]
+    assert [p.index for p in parts] == list(range(used))
+    assert torch.equal(torch.cat([p.data for p in parts]), batch)
+    assert len(parts) == 1 or min(p.size for p in parts) >= min_samples
+
+
+def test_parts_are_views_of_the_batch() -> None:
+    batch = {"x": rows(6, 3), "y": np.arange(6)}
+    for part in data(batch, 3):
+        assert part["x"].untyped_storage().data_ptr() == batch["x"].untyped_storage().data_ptr()
+        assert part["y"].base is batch["y"]
+
+
+def test_one_micro_batch_is_the_batch_itself() -> None:
+    batch = {"x": rows(1), "packed": pack_sequence([rows(2)])}
+    [part] = split(batch, 4)
+    assert part == MicroBatch(batch, 1, 0)
+    assert part.data is batch
+
+
+@pytest.mark.parametrize("options", [{"count": 0}, {"count": 2, "min_samples": 0}])
+def test_counts_below_one_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        split(rows(4), **options)
+
+
+@dataclasses.dataclass
+class Sample:
+    x: Tensor
+    names: list[str]
+    scale: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    inner: Sample
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    x: Tensor
+    total: Tensor = dataclasses.field(init=False, default_factory=lambda: torch.tensor(3.0))
+
+
+def test_mappings_keep_their_type() -> None:
+    made = defaultdict(list, {"x": rows(4)})
+    for part in data(made, 2):
+        assert type(part) is defaultdict
+        assert part["missing"] == []
+    ordered = OrderedDict([("b", rows(4)), ("a", rows(4))])
+    for part in data(ordered, 2):
+        assert type(part) is OrderedDict
+        assert list(part) == ["b", "a"]
+    user = UserDict({"x": rows(4)})
+    assert [type(part) for part in data(user, 2)] == [UserDict, UserDict]
+    assert len(user["x"]) == 4
+
+
+def test_a_batch_of_transformers_keeps_its_type_and_its_encodings() -> None:
+    transformers = pytest.importorskip("transformers")
+    encoding = transformers.BatchEncoding({"input_ids": rows(4, 3), "labels": rows(4)})
+    encoding._encodings = ["e0", "e1", "e2", "e3"]
+    first, second = data(encoding, 2)
+    assert type(first) is transformers.BatchEncoding
+    assert torch.equal(second["input_ids"], rows(4, 3)[2:])
+    assert second.encodings == ["e2", "e3"]
+    assert encoding.encodings == ["e0", "e1", "e2", "e3"]
+
+    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=rows(4, 2))
+    part = data(output, 2)[1]
+    assert type(part) is type(output)
+    assert torch.equal(part.last_hidden_state, rows(4, 2)[2:])
+
+
+def test_tuples_named_tuples_and_dataclasses_keep_their_type() -> None:
+    batch = Pair(rows(4), (rows(4), [rows(4), None]))
+    second = data(batch, 2)[1]
+    assert type(second) is Pair
+    assert torch.equal(second.x, torch.tensor([2.0, 3.0]))
+    assert type(second.y) is tuple
+    assert torch.equal(second.y[1][0], torch.tensor([2.0, 3.0]))
+    assert second.y[1][1] is None
+
+    frozen = Frozen(rows(3), Sample(rows(3), ["a", "b", "c"]))
+    first = data(frozen, 2)[0]
+    assert type(first) is Frozen
+    assert first.inner.names == ["a", "b"]
+    assert first.inner.scale == 2.0
+    assert len(frozen.x) == 3
+
+    slotted = data(Slotted(rows(4)), 2)[1]
+    assert torch.equal(slotted.x, torch.tensor([2.0, 3.0]))
+    assert slotted.total.item() == 3.0
+
+
+def test_what_has_no_samples_goes_to_every_micro_batch() -> None:
+    config = object()
+    constants = {
+        "zero_dim": torch.tensor(7),
+        "number": 3,
+        "flag": True,
+        "none": None,
+        "text": "abcd",
+        "size": torch.Size([4, 4, 4, 4]),
+        "object": config,
+        "set": {1, 2},
+        "deque": deque([1, 2, 3, 4]),
+        "numpy_number": np.float32(2.0),
+        "module": torch.nn.Linear(1, 1),
+        "empty": [],
+    }
+    for part in data({"x": rows(4), **constants}, 2):
+        for key, value in constants.items():
+            assert part[key] is value, key
+
+
+def test_tensors_of_another_length_go_to_every_micro_batch_with_one_warning() -> None:
+    microbatch._warned_paths.clear()
+    batch = {"x": rows(4), "weights": {"w": rows(7)}, "bias": np.zeros(3)}
+    with pytest.warns(UserWarning, match="every micro-batch gets all") as caught:
+        parts = data(batch, 2)
+    assert all(part["weights"]["w"] is batch["weights"]["w"] for part in parts)
+    messages = sorted(str(w.message) for w in caught)
+    assert [m.split(" has shape")[0] for m in messages] == [
+        "`batch['bias']`",
+        "`batch['weights']['w']`",
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data(batch, 2)
+
+
+def test_the_first_tensor_with_a_dimension_gives_the_batch_size() -> None:
+    from lightning.pytorch.utilities.data import extract_batch_size
+
+    batch = {"labels": [rows(3), rows(5)], "x": rows(5)}
+    assert batch_size(batch) == 3 == extract_batch_size(batch)
+    assert batch_size((torch.tensor(1.0), np.zeros(9), Sample(rows(6), ["a"]))) == 6
+    assert batch_size([np.zeros((9, 2)), "abc"]) == 9
+    assert batch_size("text") == 1
+    assert batch_size(["a", "b"]) == 1
+    assert batch_size(torch.tensor(1.0)) == 1
+    assert batch_size(None) == 1
+
+
+def test_without_tensors_there_is_one_micro_batch() -> None:
+    texts = ["a", "b", "c"]
+    assert [p.data for p in split(texts, 2)] == [texts]
+
+
+def test_lists_with_an_entry_per_sample_are_split() -> None:
+    class Image:
+        pass
+
+    images = tuple(Image() for _ in range(4))
+    batch = {"x": rows(4), "names": ["a", "b", "c", "d"], "images": images, "ids": [1, 2, 3, 4]}
+    first, second = data(batch, 2)
+    assert first["names"] == ["a", "b"]
+    assert second["ids"] == [3, 4]
+    assert type(second["images"]) is tuple
+    assert second["images"] == images[2:]
+
+
+def test_targets_of_varying_length_are_split_by_sample() -> None:
+    boxes = [torch.zeros(n, 4) for n in (3, 4, 1, 2)]  # one has as many rows as there are samples
+    targets = [{"boxes": b, "image_id": torch.tensor([i])} for i, b in enumerate(boxes)]
+    first, second = data({"x": rows(4), "boxes": boxes, "targets": targets}, 2)
+    assert [len(b) for b in first["boxes"]] == [3, 4]
+    assert second["boxes"][0] is boxes[2]
+    assert second["targets"] == targets[2:]
+    scalars = [torch.tensor(float(i)) for i in range(4)]
+    assert data({"x": rows(4), "s": scalars}, 2)[1]["s"] == scalars[2:]
+
+
+def test_fields_of_a_batch_are_fields_also_where_there_are_as_many_as_samples() -> None:
+    first, second = data([rows(2), rows(2)], 2)
+    assert torch.equal(first[0], torch.tensor([0.0]))
+    assert torch.equal(second[1], torch.tensor([1.0]))
+    pair = [{"x": rows(2)}, {"x": rows(2)}]
+    assert [part[1]["x"].tolist() for part in data(pair, 2)] == [[0.0], [1.0]]
+
+
+class Graphs:
+    """A batch class that can be sliced."""
+
+    def __init__(self, nodes: list[Tensor]) -> None:
+        self.nodes = nodes
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __getitem__(self, part: slice) -> Graphs:
+        return Graphs(self.nodes[part])
+
+
+def test_objects_that_can_be_sliced_are_sliced() -> None:
+    graphs = Graphs([torch.ones(3, 2), torch.ones(4, 2), torch.ones(1, 2)])
+    assert batch_size(graphs) == 3
+    assert [len(part) for part in data(graphs, 2)] == [2, 1]
+    assert [len(part["g"]) for part in data({"x": rows(3), "g": graphs}, 2)] == [2, 1]
+
+
+class Opaque:
+    def __init__(self) -> None:
+        self.inner = {"tensors": [torch.ones(4)]}
+
+
+class OpaqueSlots:
+    __slots__ = ("tensor",)
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(4)
+
+
+class SlicesToList(Graphs):
+    def __getitem__(self, part: slice) -> Any:
+        return self.nodes[part]
+
+
+class FailsToSlice(Graphs):
+    def __getitem__(self, part: slice) -> Any:
+        raise KeyError(part)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Opaque, "it holds tensors"),
+        (OpaqueSlots, "it holds tensors"),
+        (lambda: {torch.ones(4)}, "it holds tensors"),
+        (lambda: deque([torch.ones(4)] * 4), "slicing it failed"),
+        (lambda: SlicesToList([torch.ones(2)] * 4), "a slice of it is a list"),
+        (lambda: FailsToSlice([torch.ones(2)] * 4), "slicing it failed"),
+        (lambda: Graphs([torch.ones(2)]), "its length is 1, the batch has 4 samples"),
+        (lambda: pack_sequence([torch.ones(2)] * 4), "a packed sequence"),
+        (lambda: torch.eye(4).to_sparse(), "torch.sparse_coo tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)] * 4), "nested"),
+        (lambda: MappingProxyType({"x": torch.ones(4)}), "a copy with other values"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_path_type_and_remedy(make: Any, reason: str) -> None:
+    value = make()
+    with pytest.raises(TypeError) as raised:
+        split({"x": rows(4), "more": (1, value)}, 2)
+    message = str(raised.value)
+    assert "`batch['more'][1]`" in message
+    assert type(value).__qualname__ in message
+    assert reason in message
+    assert "`__len__`" in message
+
+
+def test_equal_data_have_one_fingerprint_whatever_their_memory() -> None:
+    ids = torch.randint(0, 1000, (8, 256))
+    batch = {"ids": ids, "mask": torch.ones(8, 256, dtype=torch.bool), "n": 3, "t": ["a", "b"]}
+    again = {
+        "ids": ids.t().contiguous().t(),
+        "mask": batch["mask"].clone(),
+        "n": 3,
+        "t": ["a", "b"],
+    }
+    assert fingerprint(batch) == fingerprint(again)
+    for one, other in zip(split(ids, 4), split(ids.clone(), 4), strict=True):
+        assert fingerprint(one) == fingerprint(other) == fingerprint(one.data)
+
+
+def test_fingerprints_fit_a_signed_word_and_are_never_zero() -> None:
+    values = [fingerprint(torch.tensor([i])) for i in range(100)]
+    assert all(-(2**63) <= v < 2**63 and v != 0 for v in values)
+    assert len(set(values)) == 100
+
+
+def test_different_data_have_different_fingerprints() -> None:
+    x = torch.randint(0, 1000, (4, 16))
+    changed = x.clone()
+    changed[3, 15] += 1
+    transposed = x.t().contiguous()
+    variants: list[Any] = [
+        x,
+        changed,
+        transposed,
+        x.float(),
+        x.int(),
+        x.reshape(16, 4),
+        x.flip(0),
+        x.roll(1, 0),
+        {"x": x, "n": 1},
+        {"x": x, "n": 12},
+        {"x": x, "n": [1, 2]},
+        {"x": x, "t": "a"},
+        {"x": x, "t": "b"},
+        np.arange(4),
+        np.arange(4, dtype=np.float32),
+        Graphs([x]),
+        Graphs([changed]),
+        x.double().requires_grad_(),
+        x.bfloat16(),
+        torch.ones(0, 3),
+        torch.ones(0, 4),
+    ]
+    assert len({fingerprint(v) for v in variants}) == len(variants)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.int64])
+def test_large_tensors_are_told_apart_by_one_changed_element(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 100, (4, 3, 100, 101), generator=generator).to(dtype)
+    assert x.nbytes > microbatch._EXACT_BYTES
+    assert fingerprint(x) == fingerprint(x.clone())
+    for position in [0, x.numel() - 1, *torch.randint(x.numel(), (50,), generator=generator)]:
+        changed = x.clone()
+        changed.view(-1)[position] += 1
+        assert fingerprint(changed) != fingerprint(x)
+    assert len({fingerprint(x), fingerprint(x.flip(0)), fingerprint(x.roll(1, 0))}) == 3
+
+
+def test_what_is_read_of_a_long_tensor_on_a_device_is_short_and_tells_elements_apart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.randint(0, 256, (500_003,), dtype=torch.uint8, generator=generator)
+    covered = microbatch._summed_on_device(flat)
+    assert covered.numel() < 20_000
+    for position in [0, flat.numel() - 1, *torch.randint(flat.numel(), (50,), generator=generator)]:
+        changed = flat.clone()
+        changed[position] ^= 1
+        assert not torch.equal(microbatch._summed_on_device(changed), covered)
+
+
+def test_the_fingerprint_is_the_same_in_another_process() -> None:
+    program = (
+        "import torch; from lightning_asyncpipe.runtime.microbatch import fingerprint;"
+        "print(fingerprint({'x': torch.arange(12).reshape(3, 4), 's': 'text'}))"
+    )
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert int(other.stdout) == fingerprint({"x": torch.arange(12).reshape(3, 4), "s": "text"})
+
+
+def test_a_fingerprint_is_cheap() -> None:
+    part = MicroBatch(torch.randint(0, 50000, (4, 256)), 4, 0)
+    fingerprint(part)
+    best = min(_seconds(lambda: fingerprint(part)) for _ in range(50))
+    assert best < 0.2e-3
+
+
+def _seconds(call: Any) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

@@ -1,0 +1,363 @@
+"""Scenarios about data and loops: what batches look like, how many there are, and when a training ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.support.edges import scenario
+from tests.support.models import GPT, LanguageModel, Rows
+
+WIDTH = 5
+
+
+class Points(Dataset[dict[str, Any]]):
+    """Inputs and targets, a function of their number alone."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
+        self.y = torch.randn(count, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+class Tower(nn.Module):
+    """Residual layers, a list of them."""
+
+    def __init__(self, layers: int = 6, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x).squeeze(-1)
+
+
+class Regression(pl.LightningModule):
+    """A regression whose loss is a mean over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Tower()
+
+    def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        return x, y
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = self.inputs(batch)
+        loss = F.mse_loss(self.net(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def sized(*sizes: int, collate: Any = None, **kwargs: Any) -> DataLoader[Any]:
+    """A loader of batches of these sizes."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    samples = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+    return DataLoader(Points(sum(sizes)), batch_sampler=samples, collate_fn=collate, **kwargs)
+
+
+scenario("sizes that do not divide", Regression, lambda: sized(10, 10, 10, 10))
+scenario("sizes that change", Regression, lambda: sized(7, 10, 3, 9, 2, 6))
+scenario("a last batch smaller than M", Regression, lambda: sized(8, 8, 8, 3))
+scenario("a last batch of one sample", Regression, lambda: sized(8, 8, 8, 1))
+scenario("batches of one sample", Regression, lambda: sized(1, 1, 1, 1))
+scenario(
+    "one micro-batch for each batch", Regression, lambda: sized(4, 4, 4, 4), strategy={"num_microbatches": 1}
+)
+scenario(
+    "a short last window of batches of different sizes",
+    Regression,
+    lambda: sized(7, 10, 3, 9, 8, 5, 4),
+    arguments={"accumulate_grad_batches": 3, "gradient_clip_val": 0.2},
+)
+scenario(
+    "sizes that change over epochs with windows",
+    Regression,
+    lambda: sized(7, 10, 3, 9, 8),
+    arguments={"accumulate_grad_batches": 2, "max_epochs": 3},
+)
+
+
+class Lengths(Dataset[Tensor]):
+    """Rows whose length changes from batch to batch."""
+
+    def __init__(self, lengths: Sequence[int], size: int) -> None:
+        self.batches = [Rows(size, length, seed=i).rows for i, length in enumerate(lengths)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.batches[index]
+
+
+scenario(
+    "sequence lengths that change from batch to batch",
+    lambda: LanguageModel(GPT(blocks=3)),
+    lambda: DataLoader(Lengths([8, 5, 8, 11, 2, 5], 6), batch_size=None),
+)
+
+
+# What batches look like
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    y: Tensor
+    name: str = "train"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Nested:
+    inputs: Batch
+    weights: list[Tensor]
+    note: Any = None
+
+
+class Named(NamedTuple):
+    x: Tensor
+    y: Tensor
+    ids: list[str]
+
+
+def _stacked(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+def as_dict(samples: Any) -> dict[str, Any]:
+    x, y = _stacked(samples)
+    names = [f"sample {i}" for i in range(len(samples))]
+    return {"kind": "train", "x": x, "y": y, "names": names, "temperature": 0.5, "missing": None, "flags": (True, 3)}
+
+
+def as_nested(samples: Any) -> tuple[Any, ...]:
+    x, y = _stacked(samples)
+    return ({"inner": [x, {"deep": (y, "text")}]}, 7, torch.tensor(2.0, dtype=x.dtype))
+
+
+def as_dataclass(samples: Any) -> Batch:
+    return Batch(*_stacked(samples))
+
+
+def as_named(samples: Any) -> Named:
+    return Named(*_stacked(samples), [str(i) for i in range(len(samples))])
+
+
+class FromDict(Regression):
+    def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
+        assert batch["kind"] == "train"
+        assert batch["missing"] is None
+        assert batch["flags"] == (True, 3)
+        assert len(batch["names"]) == len(batch["x"])
+        return batch["x"] * batch["temperature"], batch["y"]
+
+
+class FromNested(Regression):
+    def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
+        (tensors, number, scale) = batch
+        x, deep = tensors["inner"]
+        y, text = deep["deep"]
+        assert (number, text) == (7, "text")
+        return x * scale, y
+
+
+class FromDataclass(Regression):
+    def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
+        assert type(batch) is Batch
+        assert batch.name == "train"
+        return batch.x * batch.scale, batch.y
+
+
+class FromNamed(Regression):
+    def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
+        assert type(batch) is Named
+        assert len(batch.ids) == len(batch.x)
+        return batch.x, batch.y
+
+
+scenario("batches that are dicts", FromDict, lambda: sized(7, 10, 3, 2, collate=as_dict))
+scenario("batches that are nested", FromNested, lambda: sized(7, 10, 3, 2, collate=as_nested))
+scenario("batches that are dataclasses", FromDataclass, lambda: sized(7, 10, 3, 2, collate=as_dataclass))
+scenario("batches that are named tuples", FromNamed, lambda: sized(7, 10, 3, 2, collate=as_named))
+
+
+class NoIndex(Regression):
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step(batch, 0)
+
+
+class Indexed(Regression):
+    """Weighs batches by their number and remembers what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1.0 + batch_idx) * (1.0 + 0.1 * self.global_step)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((batch_idx, self.global_step, len(batch[0])))
+
+
+scenario("a step without batch_idx", NoIndex, lambda: sized(7, 10, 3, 2))
+scenario(
+    "a step that uses batch_idx and global_step",
+    Indexed,
+    lambda: sized(7, 10, 3, 2, 8),
+    arguments={"max_epochs": 2, "accumulate_grad_batches": 2},
+)
+
+
+# How many batches there are
+
+
+class Stream(IterableDataset[Any]):
+    """A data set without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.points = Points(count)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self.points[i] for i in range(len(self.points)))
+
+
+def stream(count: int, batch_size: int) -> DataLoader[Any]:
+    return DataLoader(Stream(count), batch_size=batch_size)
+
+
+def shuffled(count: int, batch_size: int) -> DataLoader[Any]:
+    """Another order in each epoch, from a generator of its own."""
+    return DataLoader(Points(count), batch_size, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+scenario("a data set without a length", Regression, lambda: stream(19, 5), arguments={"max_epochs": 3})
+scenario(
+    "a data set without a length and windows",
+    Regression,
+    lambda: stream(23, 5),
+    arguments={"max_epochs": 2, "accumulate_grad_batches": 2},
+)
+scenario("several epochs with shuffling", Regression, lambda: shuffled(19, 5), arguments={"max_epochs": 3})
+scenario(
+    "max_steps in mid-epoch", Regression, lambda: shuffled(40, 5), arguments={"max_steps": 11, "max_epochs": -1}
+)
+scenario(
+    "max_steps in mid-epoch with windows",
+    Regression,
+    lambda: shuffled(40, 5),
+    arguments={"max_steps": 5, "max_epochs": -1, "accumulate_grad_batches": 3},
+)
+scenario(
+    "limit_train_batches", Regression, lambda: shuffled(40, 5), arguments={"limit_train_batches": 3, "max_epochs": 2}
+)
+scenario(
+    "limit_train_batches of a data set without a length",
+    Regression,
+    lambda: stream(40, 5),
+    arguments={"limit_train_batches": 3, "max_epochs": 2},
+)
+scenario(
+    "a share of the batches", Regression, lambda: shuffled(40, 5), arguments={"limit_train_batches": 0.5}
+)
+
+
+class Paired(Regression):
+    """Steps on the batches of two loaders at once."""
+
+    def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
+        (x, y), (other, target) = batch["long"], batch["short"]
+        return torch.cat([x, other], 1).reshape(-1, WIDTH), torch.stack([y, target], 1).reshape(-1)
+
+
+class MaybeMissing(Regression):
+    """`max_size` gives None for the loader that has ended."""
+
+    def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y = batch["long"]
+        return (x, y) if batch["short"] is None else (x + 0.1 * batch["short"][0], y)
+
+
+class OneAfterTheOther(Regression):
+    def training_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return super().training_step(batch, batch_idx)
+
+
+def combined(mode: Any) -> CombinedLoader:
+    loaders = {"long": DataLoader(Points(20), 4), "short": DataLoader(Points(8, seed=1), 4)}
+    return CombinedLoader(loaders, mode)
+
+
+scenario("combined loaders that cycle", Paired, lambda: combined("max_size_cycle"), arguments={"max_epochs": 2})
+scenario("combined loaders to the shortest", Paired, lambda: combined("min_size"), arguments={"max_epochs": 2})
+scenario("combined loaders to the longest", MaybeMissing, lambda: combined("max_size"), arguments={"max_epochs": 2})
+scenario(
+    "combined loaders one after the other",
+    OneAfterTheOther,
+    lambda: combined("sequential"),
+    arguments={"max_epochs": 2},
+)
+
+
+# When a training ends
+
+
+class Stop(pl.Callback):
+    """Asks the trainer to stop after some batches."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= self.after:
+            trainer.should_stop = True
+
+
+scenario(
+    "a callback that stops",
+    Regression,
+    lambda: shuffled(40, 5),
+    arguments=lambda: {"max_epochs": 3, "callbacks": [Stop(5)]},
+)
+scenario(
+    "early stopping on a training metric",
+    Regression,
+    lambda: shuffled(20, 5),
+    arguments=lambda: {
+        "max_epochs": 8,
+        "callbacks": [EarlyStopping("loss_epoch", patience=1, min_delta=0.05, check_on_train_epoch_end=True)],
+    },
+)
+
+
+class StopsItself(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
+scenario(
+    "a batch start that ends the epoch", StopsItself, lambda: shuffled(40, 5), arguments={"max_epochs": 2}
+)

@@ -1,0 +1,69 @@
+"""Several processes compute what one process computes: the oracle, and one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fit import clone, fit, parameters_of, reference_fit
+from tests.support.launch import run_ranks
+from tests.support.models import GPT, LanguageModel, loader
+from tests.support.reference import largest_difference
+
+BATCHES, BATCH_SIZE = 20, 10
+
+
+def module_and_loader():
+    torch.manual_seed(1)
+    return LanguageModel(GPT()), loader(BATCHES * BATCH_SIZE, BATCH_SIZE)
+
+
+def train_cases(world: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Any]:
+    """On each rank: the parameters, losses and statistics of every case."""
+    import lightning_asyncpipe
+
+    results = []
+    for strategy, arguments in cases:
+        module, batches = module_and_loader()
+        module = clone(module)
+        trainer, losses = fit(
+            module,
+            batches,
+            lightning_asyncpipe.AsyncMultiPipeStrategy(**strategy),
+            devices=world,
+            **arguments,
+        )
+        results.append((parameters_of(module), losses, trainer.strategy.statistics()))
+    return results
+
+
+def grid(d):
+    cases = []
+    for n in sorted({1, min(2, d), d}):
+        for m in sorted({1, d, 2 * d + 1}):
+            for staleness, stash in ((0, False), (1, False), (1, True)):
+                extra = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5} if (d + n + m) % 2 else {}
+                strategy = {
+                    "num_pipelines": n, "num_microbatches": m, "max_staleness": staleness, "weight_stash": stash,
+                }
+                cases.append((strategy, extra))
+    return cases
+
+
+@pytest.mark.parametrize("d", [2, 3, 4])
+def test_distributed_runs_equal_the_oracle(d):
+    cases = grid(d)
+    ranks = run_ranks(train_cases, d, d, cases)
+    for i, (strategy, arguments) in enumerate(cases):
+        module, batches = module_and_loader()
+        expected = clone(module)
+        trainer, losses = reference_fit(expected, batches, d, strategy, **arguments)
+        for results in ranks:
+            parameters, found, statistics = results[i]
+            assert largest_difference(parameters, parameters_of(expected)) < 1e-9, strategy
+            assert found == pytest.approx(losses, abs=1e-9)
+            for key in ("stale_microbatches", "microbatches", "max_staleness", "steps"):
+                assert statistics[key] == trainer.strategy.statistics()[key], (strategy, key)
+            assert statistics["stale_share"] == pytest.approx(trainer.strategy.statistics()["stale_share"])
