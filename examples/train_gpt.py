@@ -231,6 +231,7 @@ def fit(args: argparse.Namespace, strategy: Any, devices: int) -> tuple[L.Traine
         max_steps=args.steps,
         gradient_clip_val=1.0,
         callbacks=[clock],
+        use_distributed_sampler=False,  # it would shuffle, and one device has none
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,

@@ -272,6 +272,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
             )
         assert self.lightning_module is not None
         guards.check_module(self.lightning_module, trainer)
+        guards.check_precision(self.precision_plugin)
 
     def hosted_by_this_process(self, ownership: Ownership) -> frozenset[str]:
         """Names of the parameters that this process keeps."""
@@ -405,6 +406,14 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         The same on every rank, available once ``fit`` has ended.
         """
         return dict(self._statistics)
+
+    def staleness_counts(self) -> dict[tuple[int, int], int]:
+        """How often backwards of this rank met newer weights than their forwards, until now; for callbacks.
+
+        Returns:
+            For each (stage, updates between forward and backward) the number of micro-batches.
+        """
+        return dict(self._require_assembly().executor.staleness.counts)
 
     # Checkpoints
 

@@ -67,3 +67,15 @@ def test_distributed_runs_equal_the_oracle(d):
             for key in ("stale_microbatches", "microbatches", "max_staleness", "steps"):
                 assert statistics[key] == trainer.strategy.statistics()[key], (strategy, key)
             assert statistics["stale_share"] == pytest.approx(trainer.strategy.statistics()["stale_share"])
+
+
+def train_twice_with(world: int, strategy: dict[str, Any]) -> list[Any]:
+    return [parameters for parameters, _, _ in train_cases(world, [(strategy, {})] * 2)]
+
+
+def test_two_runs_give_the_same_bits():
+    ranks = run_ranks(train_twice_with, 3, 3, {"num_pipelines": 2, "num_microbatches": 4})
+    first = ranks[0][0]
+    for one, other in ranks:
+        assert all(torch.equal(one[name], first[name]) for name in first)
+        assert all(torch.equal(other[name], first[name]) for name in first)

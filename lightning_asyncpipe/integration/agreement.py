@@ -25,14 +25,19 @@ class Agreement:
     """
 
     def __init__(self, world: World, geometry: Geometry) -> None:
-        self._exchange = StepExchange(world.all_gather_tensor, payload_words=6)
+        self._exchange = StepExchange(world.all_gather_tensor, payload_words=7)
         self._stages = geometry.num_stages
         self._single = world.size == 1
 
     def exchange(
-        self, current: Work, upcoming: Work | None, steps: bool, local: Sequence[MicroBatchRecord]
-    ) -> list[MicroBatchRecord]:
-        """All ranks' records of the batch `current`, by replica and micro-batch.
+        self,
+        current: Work,
+        upcoming: Work | None,
+        steps: bool,
+        local: Sequence[MicroBatchRecord],
+        stop: bool = False,
+    ) -> tuple[list[MicroBatchRecord], bool]:
+        """All ranks' records of the batch `current`, by replica and micro-batch; whether any rank has to `stop`.
 
         Raises:
             DataMismatchError: if ranks disagree; names the step and the ranks.
@@ -44,6 +49,7 @@ class Agreement:
             -1 if upcoming is None else len(upcoming.tasks),
             current.digest,
             0 if upcoming is None else upcoming.digest,
+            int(stop),
         )
         records, payloads = self._exchange.exchange(local, words)
         for rank, theirs in enumerate(payloads):
@@ -53,7 +59,7 @@ class Agreement:
                     "or only one of them ends its window: the ranks' loaders or loops run differently"
                 )
             first = rank // self._stages * self._stages
-            if theirs[2:] != payloads[first][2:]:
+            if theirs[2:6] != payloads[first][2:6]:
                 this_batch = theirs[4] != payloads[first][4]
                 raise mismatch(current.step + (0 if this_batch else 1), (first, rank))
-        return records
+        return records, any(theirs[6] for theirs in payloads)

@@ -117,6 +117,7 @@ class Assembly:
         if restore:
             self.steps.flush()
             self.whole.restore()
+        self.steps.close()
         self.runner.close()
         self.executor.close()
 

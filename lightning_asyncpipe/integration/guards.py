@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
@@ -251,3 +252,23 @@ def overrides_train_batch_start(trainer: Trainer) -> str | None:
         if hook in vars(owner) or not is_own:
             return f"{type(owner).__name__}.{hook}"
     return None
+
+
+def check_precision(plugin: Precision) -> None:
+    """Refuse precision plugins whose numerics the pipeline would not keep.
+
+    Raises:
+        MisconfigurationException: says what was found and what to do.
+
+    """
+    kind = type(plugin)
+    if kind not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+        raise MisconfigurationException(
+            f"The precision plugin {kind.__name__} is not supported. Use precision '32-true', '64-true', 'bf16-true', "
+            "'16-true' or 'bf16-mixed'."
+        )
+    if getattr(plugin, "scaler", None) is not None:
+        raise MisconfigurationException(
+            "precision='16-mixed' scales the loss, which the pipeline does not support yet. Use 'bf16-mixed', which "
+            "needs no scaling."
+        )

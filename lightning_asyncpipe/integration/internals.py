@@ -5,7 +5,7 @@ Each entry names the versions it was checked on; ``tests/integration/test_intern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,20 +64,36 @@ def set_up_training_data(trainer: pl.Trainer) -> None:
     trainer.fit_loop.setup_data()
 
 
-def replace_sigterm_broadcast(trainer: pl.Trainer, check: Callable[[], None]) -> Callable[[], None]:
-    """Replace the broadcast that the training loop makes before every batch by `check`; returns the way back.
+class Termination:
+    """SIGTERM, noted when it comes and acted on by all ranks after the same batch.
 
-    ``_TrainingEpochLoop._broadcast_sigterm_tensor``, checked on 2.6.6.
+    Lightning's own handler waits in a collective, and its training loop makes one before every batch; a rank that waits
+    for a message at that time would never join. Replaced on the trainer given, checked on 2.6.6:
+    ``_SignalConnector._sigterm_notifier_fn`` and ``_TrainingEpochLoop._broadcast_sigterm_tensor``.
     """
-    loop = trainer.fit_loop.epoch_loop
-    if not hasattr(loop, "_broadcast_sigterm_tensor"):
-        return lambda: None
-    loop._broadcast_sigterm_tensor = check  # type: ignore[method-assign]
 
-    def restore() -> None:
-        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.pending = False
+        self._trainer = trainer
+        self._connector = trainer._signal_connector
+        self._loop = trainer.fit_loop.epoch_loop
+        self._connector._sigterm_notifier_fn = self._note  # type: ignore[assignment, method-assign]
+        self._loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
-    return restore
+    def _note(self, signum: Any, frame: Any) -> None:
+        launcher = self._trainer.strategy.launcher
+        if not self.pending and launcher is not None:
+            launcher.kill(signum)
+        self.pending = True
+
+    def agreed(self) -> None:
+        """Some rank got the signal: let the loop end after this batch, on every rank."""
+        self._connector.received_sigterm = True
+
+    def restore(self) -> None:
+        """Give the trainer its own handling back."""
+        self._connector.__dict__.pop("_sigterm_notifier_fn", None)
+        self._loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
 def validation_in_fit(trainer: pl.Trainer) -> bool:

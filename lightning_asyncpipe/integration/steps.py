@@ -103,6 +103,7 @@ class TrainingSteps:
         self._seed = seed
         self._max_staleness = max_staleness
         self._look_ahead = look_ahead
+        self._termination = internals.Termination(trainer)
         self._agreement = Agreement(world, geometry)
         self._upcoming: tuple[Any, Work] | None = None
         self.ends_window = False
@@ -124,9 +125,15 @@ class TrainingSteps:
             self._executor.run(current, None if upcoming is None else upcoming[1], self.ends_window)
         self._upcoming = upcoming
         self.count += 1
-        records = self._agreement.exchange(
-            current, None if upcoming is None else upcoming[1], self.ends_window, self._call.take(current)
+        records, stop = self._agreement.exchange(
+            current,
+            None if upcoming is None else upcoming[1],
+            self.ends_window,
+            self._call.take(current),
+            self._termination.pending,
         )
+        if stop:
+            self._termination.agreed()
         self._commit_statistics(current)
         return self._call.conclude(current, records, self._world)
 
@@ -196,6 +203,10 @@ class TrainingSteps:
         packed = sorted((entry for part in parts for entry in part), key=lambda entry: entry[0])
         for _, records in packed:
             self._statistics.commit(self._statistics.unpack(records))
+
+    def close(self) -> None:
+        """Give the trainer back as it was."""
+        self._termination.restore()
 
     def flush(self) -> None:
         """Forget early forwards and bring all replicas up to date; all ranks call it at the same point."""

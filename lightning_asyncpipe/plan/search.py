@@ -124,12 +124,18 @@ class _Search:
         overruns = _OVERRUNS if self.ahead else _OVERRUNS[:1]
         unlimited = self.tables.max_in_flight * self.tables.pipelines
         flows, rules = list(even_flows(self.tables)), list(self.first_rules())
-        for part, some, extra in ((0.6, rules, overruns[:2]), (0.35, flows, overruns[:2]),
-                                  (0.3, rules, overruns[2:])):
-            for name, keys in some:
-                for overrun in extra:
-                    if self.left > part * self.effort:
-                        yield Policy(name, keys, overrun, unlimited)
+        # Without a step early forwards cost nothing, so that a segment is best cut out of an endless stream.
+        blends = [True, False] if self.ahead and not self.steps else [False]
+        for blend in blends:
+            for part, some, extra in (
+                (0.6, rules, overruns[:2]),
+                (0.35, flows, overruns[:2]),
+                (0.3, rules, overruns[2:]),
+            ):
+                for name, keys in some:
+                    for overrun in extra[: 1 if blend else None]:
+                        if self.left > part * self.effort:
+                            yield Policy(name, keys, overrun, unlimited, blend)
         if self.ahead:
             yield from self.fewer_early()
         generator = Generator(self.tables.stages * 1000 + self.tables.pipelines)
@@ -143,7 +149,7 @@ class _Search:
                 overrun = overruns[generator.below(len(overruns))]
             if generator.unit() < 0.25:
                 limit = generator.below(min(unlimited, 2 * limit) + 1)
-            yield Policy(policy.name, keys, overrun, limit)
+            yield Policy(policy.name, keys, overrun, limit, policy.blend)
 
     def first_rules(self) -> Iterator[tuple[str, Keys]]:
         pattern = None if self.tables.split else lattice(self.tables.placement, self.tables.max_in_flight)

@@ -47,9 +47,13 @@ def run_segment(
     starts: Starts,
 ) -> Segment:
     """Simulates one segment under a policy."""
-    current = list_batch(tables, policy.keys, microbatches, carried, starts)
+    blended = ahead if policy.blend else 0
+    current = list_batch(tables, policy.keys, microbatches, carried, starts, blended)
     early: list[Operation] = []
-    if ahead:
+    if blended:
+        early = [(*rest, j - microbatches) for *rest, j in current if j >= microbatches]
+        current = [operation for operation in current if operation[4] < microbatches]
+    elif ahead:
         ends, reduced = _ends(tables, current, starts)
         until = horizons(tables, ends, reduced if steps else None)
         extra = policy.overrun * tables.mean_forward

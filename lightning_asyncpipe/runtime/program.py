@@ -171,8 +171,8 @@ def build_program(candidates: Candidates, cuts: Sequence[Cut]) -> StageProgram:
     for name in trace.parameters:
         if name not in known:
             beside = _enclosing(name, stages)
-            for stage in beside:
-                used[stage].add(name)
+            for index in beside:
+                used[index].add(name)
             if not beside:
                 unused.append(name)
     parameters = tuple(tuple(n for n in trace.parameters if n in stage) for stage in used)

@@ -125,9 +125,9 @@ class StageRunner:
         for name in program.modules:
             module = model.get_submodule(name)
             self._interceptions.append(intercept(module, self._around(name, module)))
-        if program.num_stages > 1:
-            for name in dict.fromkeys(unused.rpartition(".")[0] for unused in program.unused):
-                self._interceptions.append(intercept(model.get_submodule(name), self._guard(name)))
+        idle = {name.rpartition(".")[0] for name in program.unused} - {"", *program.modules}
+        for name in sorted(idle) if program.num_stages > 1 else ():
+            self._interceptions.append(intercept(model.get_submodule(name), self._guard(name)))
 
     def close(self) -> None:
         """Stop intercepting calls."""

@@ -1,7 +1,9 @@
-"""Runs of three ranks that fail in one way or another; ``python -m tests.runtime.scenarios NAME``.
+"""Runs of three ranks that fail in one way or another, as programs of their own.
 
-This process is rank 0 and forks the others, as a launching process would, but without a launcher:
-what ends the processes here is the board alone. ``failing TIME`` on stdout tells when.
+``python -m tests.runtime.scenarios`` reads lines "SCENARIO STDOUT-FILE STDERR-FILE" and forks a
+session for each (importing torch takes longer than most scenarios), whose pid and exit code it
+writes. That process is rank 0 and forks the others, as a launching process would, but without a
+launcher: what ends the processes here is the board alone. ``failing TIME`` on its stdout tells when.
 """
 
 from __future__ import annotations
@@ -177,8 +179,7 @@ def run(rank: int, scenario: Rank) -> None:
     board.close()
 
 
-def main() -> None:
-    scenario = SCENARIOS[sys.argv[1]]
+def main(scenario: Rank) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     torch.set_num_threads(1)
     parent, rank = os.getpid(), 0
@@ -198,6 +199,22 @@ def main() -> None:
     os._exit(0)
 
 
+def serve() -> Rank | None:
+    """Fork a session for each line; returns its scenario in the session, None at the end."""
+    while line := sys.stdin.readline():
+        name, output, errors = line.split()
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            for descriptor, path in ((1, output), (2, errors)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+            return SCENARIOS[name]
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(pid, code, flush=True)
+    return None
+
+
 if __name__ == "__main__":
-    assert threading.active_count() == 1
-    main()
+    asked = serve()
+    if asked is not None:
+        main(asked)

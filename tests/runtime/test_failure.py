@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -167,33 +168,59 @@ def test_a_rank_ends_its_watch_when_rank_0_leaves_first(boards: Boards) -> None:
 # --------------------------------------------------------------------------------- whole processes
 
 
-class Outcome:
+class Outcome(NamedTuple):
     """How a run of ``scenarios.py`` ended."""
 
-    def __init__(self, scenario: str) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.runtime.scenarios", scenario],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            # Waits for all ranks, since each of them holds the pipes.
-            output, self.errors = process.communicate(timeout=60)
-        finally:
-            self.survivors = [pid for pid in psutil.pids() if _in_session(pid, process.pid)]
-            for pid in self.survivors:
-                os.kill(pid, signal.SIGKILL)
-        ended = time.time()
-        self.code = process.returncode
-        started = [float(line.split()[1]) for line in output.splitlines() if "failing" in line]
-        self.seconds = ended - started[0] if started else 0.0
+    code: int  # of rank 0
+    errors: str  # of all ranks
+    seconds: float  # from the failure to the end of all ranks
+    survivors: list[int]
 
     @property
     def last_line(self) -> str:
         return self.errors.strip().splitlines()[-1].removeprefix("[rank0]: ")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.runtime.scenarios"],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def run(server: subprocess.Popen[str], tmp_path: Path) -> Callable[[str], Outcome]:
+    """Runs a scenario to the end of its last process, or to the time limit."""
+
+    def run_scenario(name: str) -> Outcome:
+        output, errors = tmp_path / "output", tmp_path / "errors"
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(f"{name} {output} {errors}\n")
+        session, code = (int(word) for word in server.stdout.readline().split())
+        deadline = time.monotonic() + LIMIT
+        while (alive := _members(session)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ended = time.time()
+        for pid in alive:
+            os.kill(pid, signal.SIGKILL)
+        words = output.read_text().split()
+        seconds = ended - float(words[1]) if words else 0.0
+        return Outcome(code, errors.read_text(), seconds, alive)
+
+    return run_scenario
+
+
+def _members(session: int) -> list[int]:
+    return [pid for pid in psutil.pids() if _in_session(pid, session)]
 
 
 def _in_session(pid: int, session: int) -> bool:
@@ -214,8 +241,10 @@ def _in_session(pid: int, session: int) -> bool:
         ("is_interrupted_in_a_deadlock", "KeyboardInterrupt"),
     ],
 )
-def test_all_ranks_end_and_the_first_failure_is_the_last_line(scenario: str, last: str) -> None:
-    outcome = Outcome(scenario)
+def test_all_ranks_end_and_the_first_failure_is_the_last_line(
+    run: Callable[[str], Outcome], scenario: str, last: str
+) -> None:
+    outcome = run(scenario)
     assert outcome.last_line == last, outcome.errors
     ends = [line for line in outcome.errors.splitlines() if line.endswith(f" {last}") or line == last]
     assert len(ends) == 1, outcome.errors
@@ -225,31 +254,31 @@ def test_all_ranks_end_and_the_first_failure_is_the_last_line(scenario: str, las
 
 
 @pytest.mark.parametrize("scenario", ["is_killed_while_others_take", "is_killed_while_others_are_in_a_barrier"])
-def test_a_killed_rank_ends_the_others_by_their_lost_connections(scenario: str) -> None:
-    outcome = Outcome(scenario)
+def test_a_killed_rank_ends_the_others_by_their_lost_connections(run: Callable[[str], Outcome], scenario: str) -> None:
+    outcome = run(scenario)
     assert "Connection closed by peer" in outcome.last_line, outcome.errors
     assert outcome.code == 1
     assert outcome.seconds < LIMIT
     assert outcome.survivors == []
 
 
-def test_the_others_end_in_silence_where_rank_0_is_killed() -> None:
-    outcome = Outcome("rank_0_is_killed")
+def test_the_others_end_in_silence_where_rank_0_is_killed(run: Callable[[str], Outcome]) -> None:
+    outcome = run("rank_0_is_killed")
     assert outcome.errors == ""
     assert outcome.seconds < LIMIT
     assert outcome.survivors == []
 
 
-def test_one_of_several_simultaneous_failures_is_shown() -> None:
-    outcome = Outcome("all_raise")
+def test_one_of_several_simultaneous_failures_is_shown(run: Callable[[str], Outcome]) -> None:
+    outcome = run("all_raise")
     assert outcome.last_line.startswith("Boom: of rank")
     assert outcome.errors.count("Boom: of rank") == 1
     assert outcome.survivors == []
 
 
 @pytest.mark.parametrize("scenario", ["ends_well", "rank_0_ends_first", "rank_0_ends_last"])
-def test_ranks_that_end_well_at_different_times_are_no_failure(scenario: str) -> None:
-    outcome = Outcome(scenario)
+def test_ranks_that_end_well_at_different_times_are_no_failure(run: Callable[[str], Outcome], scenario: str) -> None:
+    outcome = run(scenario)
     assert outcome.errors == ""
     assert outcome.code == 0
     assert outcome.survivors == []

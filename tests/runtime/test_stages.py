@@ -451,6 +451,7 @@ def test_a_module_that_was_not_called_when_traced_is_named() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.extra = nn.Linear(1, 1)
+            self.spare = nn.Parameter(torch.ones(1))
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -458,7 +459,8 @@ def test_a_module_that_was_not_called_when_traced_is_named() -> None:
 
     model, batch = Model(), vectors()
     program = program_for(model, 2, batch, 0)
-    assert program.unused == ("extra.weight", "extra.bias")
+    assert program.unused == ("spare", "extra.weight", "extra.bias")
+    assert_equal(staged(model, program, batch, 0), ordinary(model, batch, 0))
     with pytest.raises(PipelineError, match="called 'extra', which has parameters that it did not use when"):
         staged(model, program, batch, 1)
     assert_equal(staged(model, program_for(model, 1, batch, 0), batch, 1), ordinary(model, batch, 1))

@@ -150,7 +150,7 @@ def _stacked(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def as_dict(samples: Any) -> dict[str, Any]:
     x, y = _stacked(samples)
     names = [f"sample {i}" for i in range(len(samples))]
-    return {"kind": "train", "x": x, "y": y, "names": names, "temperature": 0.5, "missing": None, "flags": (True, 3)}
+    return {"kind": "train", "x": x, "y": y, "names": names, "temperature": 0.5, "missing": None, "flags": {"deep": 3}}
 
 
 def as_nested(samples: Any) -> tuple[Any, ...]:
@@ -170,7 +170,7 @@ class FromDict(Regression):
     def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
         assert batch["kind"] == "train"
         assert batch["missing"] is None
-        assert batch["flags"] == (True, 3)
+        assert batch["flags"] == {"deep": 3}
         assert len(batch["names"]) == len(batch["x"])
         return batch["x"] * batch["temperature"], batch["y"]
 
@@ -301,11 +301,6 @@ class MaybeMissing(Regression):
         return (x, y) if batch["short"] is None else (x + 0.1 * batch["short"][0], y)
 
 
-class OneAfterTheOther(Regression):
-    def training_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        return super().training_step(batch, batch_idx)
-
-
 def combined(mode: Any) -> CombinedLoader:
     loaders = {"long": DataLoader(Points(20), 4), "short": DataLoader(Points(8, seed=1), 4)}
     return CombinedLoader(loaders, mode)
@@ -314,12 +309,6 @@ def combined(mode: Any) -> CombinedLoader:
 scenario("combined loaders that cycle", Paired, lambda: combined("max_size_cycle"), arguments={"max_epochs": 2})
 scenario("combined loaders to the shortest", Paired, lambda: combined("min_size"), arguments={"max_epochs": 2})
 scenario("combined loaders to the longest", MaybeMissing, lambda: combined("max_size"), arguments={"max_epochs": 2})
-scenario(
-    "combined loaders one after the other",
-    OneAfterTheOther,
-    lambda: combined("sequential"),
-    arguments={"max_epochs": 2},
-)
 
 
 # When a training ends
