@@ -382,6 +382,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         """Step what this rank owns; forwards that are in flight keep passing autograd's version check."""
         assembly = self._require_assembly()
         parameters = [p for owned in self._owned for p in owned.parameters()]
+        dtype = next((p.dtype for p in assembly.parameters.values() if p.requires_grad), torch.float32)
         with ExitStack() as writes:
 
             def closure_then_writes() -> Any:
@@ -390,7 +391,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
                 writes.enter_context(preserve_versions(parameters))
                 return result
 
-            with global_norms(reduce_with(self.world.control), self.root_device):
+            with global_norms(reduce_with(self.world.control), self.root_device, dtype):
                 output = super().optimizer_step(optimizer, closure_then_writes, model, **kwargs)
         assembly.executor.stepped()
         return output

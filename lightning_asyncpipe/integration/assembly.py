@@ -25,6 +25,7 @@ from lightning_asyncpipe.integration.stepcall import StepCall
 from lightning_asyncpipe.integration.steps import Executor, TrainingSteps, fewest_samples
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.geometry import Geometry
+from lightning_asyncpipe.plan.costs import Costs
 from lightning_asyncpipe.plan.schedule import Planner
 from lightning_asyncpipe.runtime import microbatch
 from lightning_asyncpipe.runtime.buffers import RunningStatistics
@@ -38,6 +39,9 @@ from lightning_asyncpipe.runtime.trace import trace_step
 
 if TYPE_CHECKING:
     from lightning_asyncpipe.strategy import AsyncMultiPipeStrategy
+
+MESSAGE_COST = 0.05
+"""What schedules assume a message between two stages to take, in forwards of a stage."""
 
 _SEED_MASK = (1 << 62) - 1
 
@@ -168,7 +172,8 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
     runner = StageRunner(
         module, program, call, strategy.precision_plugin.train_step_context, statistics
     )
-    planner = Planner(geometry.placement, geometry.max_in_flight)
+    costs = Costs.uniform(geometry.num_stages, message=MESSAGE_COST)
+    planner = Planner(geometry.placement, geometry.max_in_flight, costs)
     held = {n: p for n, p in parameters.items() if n in hosted and p.requires_grad}
     executor = strategy.make_executor(geometry, planner, runner, ownership, held)
     overriding = guards.overrides_train_batch_start(trainer)

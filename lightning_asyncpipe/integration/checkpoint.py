@@ -72,7 +72,7 @@ class WholeModel:
 
     def optimizer_state(self, optimizer: OwnedOptimizer) -> dict[str, Any]:
         """The whole ``optimizer.state_dict()`` in CPU memory on rank 0; empty elsewhere."""
-        local = optimizer.local_state(self._ownership.owned(self._world.rank))
+        local = optimizer.local_state()
         parts = self._world.gather(_to_cpu({"state": local["state"]}) if self._world.rank else {})
         if parts is None:
             return {}

@@ -20,14 +20,16 @@ from lightning_asyncpipe._internals import patched_total_norm
 
 @contextmanager
 def global_norms(
-    all_reduce: Callable[[Tensor, str], Tensor], device: torch.device
+    all_reduce: Callable[[Tensor, str], Tensor], device: torch.device, dtype: torch.dtype
 ) -> Iterator[None]:
     """Make the norms of gradients that torch computes in here global.
 
     Args:
         all_reduce: reduces a tensor over all ranks, by "sum" or "max".
         device: where the norm of a rank without gradients is created.
+        dtype: of the gradients, the same on every rank; norms come in this type, in float32 at least.
     """
+    dtype = torch.promote_types(dtype, torch.float32)
 
     def total_norm(
         tensors: Iterable[Tensor] | Tensor,
@@ -51,8 +53,7 @@ def global_norms(
                 f"The total norm of order {norm_type} of the gradients of all ranks is {total.item()}, so it cannot "
                 "be clipped. Pass error_if_nonfinite=False to clip all the same."
             )
-        dtype = gradients[0].dtype if gradients else torch.get_default_dtype()
-        return total.to(torch.promote_types(dtype, torch.float32))
+        return total.to(dtype)
 
     with patched_total_norm(total_norm):
         yield

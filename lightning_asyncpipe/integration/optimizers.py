@@ -30,6 +30,7 @@ class OwnedOptimizer:
         self, optimizer: Optimizer, names: Mapping[int, str], owned: frozenset[str]
     ) -> None:
         self.optimizer = optimizer
+        self.owned = owned
         self.order: list[list[str]] = []
         for group in optimizer.param_groups:
             order = []
@@ -56,19 +57,15 @@ class OwnedOptimizer:
         """The parameters that this rank steps."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _full_index(self, owned: frozenset[str]) -> list[int]:
+    def _full_index(self) -> list[int]:
         """The number in the full order of each parameter of the pruned one."""
-        numbers: list[int] = []
-        start = 0
-        for order in self.order:
-            numbers += [start + i for i, name in enumerate(order) if name in owned]
-            start += len(order)
-        return numbers
+        every = (name for order in self.order for name in order)
+        return [number for number, name in enumerate(every) if name in self.owned]
 
-    def local_state(self, owned: frozenset[str]) -> dict[str, Any]:
-        """This rank's part of :meth:`state_dict`, parameters numbered in the full order."""
+    def local_state(self) -> dict[str, Any]:
+        """This rank's part of :meth:`full_state`, parameters numbered in the full order."""
         state = self.optimizer.state_dict()
-        numbers = self._full_index(owned)
+        numbers = self._full_index()
         return {
             "state": {numbers[i]: value for i, value in state["state"].items()},
             "param_groups": state["param_groups"],

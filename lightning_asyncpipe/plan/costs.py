@@ -38,9 +38,7 @@ class Costs:
         for stage, whole in enumerate(self.backward):
             halves = self.input_grad[stage] + self.weight_grad[stage]
             if not math.isclose(whole, halves, rel_tol=1e-6, abs_tol=1e-12):
-                raise ValueError(
-                    f"stage {stage}: backward is {whole}, but input_grad + weight_grad is {halves}"
-                )
+                raise ValueError(f"stage {stage}: backward is {whole}, but input_grad + weight_grad is {halves}")
         if self.forward and max(self.forward) + max(self.backward) == 0:
             raise ValueError("all forward and backward costs are 0: give at least one that is not")
 

@@ -14,9 +14,7 @@ from lightning_asyncpipe.plan.segment import SegmentPlan, SegmentSpec
 from lightning_asyncpipe.plan.tables import BACKWARD, FORWARD, WEIGHT, Operation, Tables
 
 
-def emit(
-    tables: Tables, spec: SegmentSpec, current: Sequence[Operation], early: Sequence[Operation]
-) -> SegmentPlan:
+def emit(tables: Tables, spec: SegmentSpec, current: Sequence[Operation], early: Sequence[Operation]) -> SegmentPlan:
     """The plan of a segment from its operations, each of the two sequences in an order of causes before effects."""
     kinds = {
         FORWARD: Kind.FORWARD,

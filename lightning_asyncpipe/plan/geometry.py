@@ -55,8 +55,9 @@ def resolve(
     * ``num_pipelines``: 2 (one down, one up) where there are two devices. That evens out the activations that one
       pipeline would pile up on its first device, at 2/D of the weights per device.
     * ``num_microbatches``: 4 D, with which the few micro-batches that meet two weight versions hardly matter.
-    * ``max_in_flight``: enough that a micro-batch in every stage leaves nobody idle (N w >= D, design of the capacity
-      law), and one more where the backward is not split, since F and B then do not tile exactly.
+    * ``max_in_flight``: enough that a micro-batch in every stage leaves nobody idle (N w >= D: each occupies its slot
+      for D forwards and backwards), and two more where the backward is not split, since forwards and backwards then
+      do not tile exactly and messages take time.
 
     Raises:
         ValueError: with the value and what would do instead.
@@ -88,7 +89,7 @@ def resolve(
     )
     enough = max(2, -(-stages // pipelines))
     in_flight = (
-        enough + (0 if split_backward or stages == 1 else 1)
+        enough + (0 if split_backward or stages == 1 else 2)
         if max_in_flight == "auto"
         else _positive("max_in_flight", max_in_flight)
     )

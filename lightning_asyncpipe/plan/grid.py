@@ -45,8 +45,7 @@ def render(placement: Placement, segments: Sequence[SegmentPlan]) -> str:
     header = [str(column) for column in range(columns)]
     table = zip(["", *names], [header, *rows], strict=True)
     return "\n".join(
-        f"{name:<{margin}}  " + " ".join(f"{cell:<{width}}" for cell in row).rstrip()
-        for name, row in table
+        f"{name:<{margin}}  " + " ".join(f"{cell:<{width}}" for cell in row).rstrip() for name, row in table
     )
 
 

@@ -2,8 +2,8 @@
 
 The operations of the current batch stay where they are, except weight gradients, which give way: they can be done any
 time before the segment's end. A forward of the next batch is put into a gap of its device only if it fits as a whole,
-and after the device's last operation only if it is over by the time that anyone it would hold up is done too: forwards
-that fill no wait are better run after the optimizer step, on new weights.
+and after the device's last operation only if it is over by the time that the last device is done: forwards that fill no
+wait are better run after the optimizer step, on new weights.
 """
 
 from __future__ import annotations
@@ -13,39 +13,14 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from lightning_asyncpipe.plan.tables import BACKWARD, FORWARD, WEIGHT, Operation, Starts, Tables
+from lightning_asyncpipe.plan.tables import BACKWARD, FORWARD, WEIGHT, Operation, Tables
 
 _Gaps = list[tuple[float, float]]
 """The waits of a device, ``(begin, end)``, in order."""
 
 
-def horizons(
-    tables: Tables, ends: Sequence[float], reduced: Sequence[float] | None
-) -> list[float]:
-    """Until when each device may run early forwards.
-
-    Args:
-        tables: the placement.
-        ends: per device, the end of its last operation of the current batch.
-        reduced: per stage, when its gradients are with their owners, where a step follows: a device
-            then holds up those that share a stage with it, and no others. None: no step follows.
-    """
-    if reduced is None:
-        return [max(ends)] * len(ends)
-    last = [
-        max(reduced[stage], max(ends[device] for device in hosts))
-        for stage, hosts in enumerate(tables.hosts)
-    ]
-    return [max(last[stage] for stage in stages) for stages in tables.hosted]
-
-
 def early_forwards(
-    tables: Tables,
-    current: Sequence[Operation],
-    ahead: int,
-    starts: Starts,
-    until: Sequence[float],
-    limit: int,
+    tables: Tables, current: Sequence[Operation], ahead: int, until: float, limit: int
 ) -> tuple[list[Operation], list[Operation]]:
     """Forwards of the next batch that fit into the waits of this one.
 
@@ -53,8 +28,7 @@ def early_forwards(
         tables: the placement and its costs.
         current: the operations of the current batch, as ``list_batch`` gives them.
         ahead: micro-batches of the next batch.
-        starts: when devices and weights are available.
-        until: per device, its horizon.
+        until: when all early forwards must be over.
         limit: the most early forwards of a device.
 
     Returns:
@@ -62,9 +36,9 @@ def early_forwards(
         before effects.
     """
     stages, message = tables.stages, tables.message
-    gaps = _gaps(tables, current, starts, until)
+    gaps = _gaps(tables, current, until)
     left = [limit] * stages
-    candidates = _entries(tables, current, ahead, starts)
+    candidates = _entries(tables, current, ahead)
     early: list[Operation] = []
     refused: set[int] = set()  # slots at which a micro-batch found no place: later ones may not overtake it
     while candidates:
@@ -79,16 +53,13 @@ def early_forwards(
         left[device] -= 1
         early.append((start, start + duration, FORWARD, slot, microbatch))
         if slot % stages < stages - 1:
-            at = max(start + duration + message, starts.stages[slot % stages + 1])
-            heappush(candidates, (at, microbatch, slot + 1))
+            heappush(candidates, (start + duration + message, microbatch, slot + 1))
     if early and tables.split:
-        current = _weights_given_way(tables, current, early, gaps)
+        return _weights_given_way(tables, current, early, gaps), early
     return list(current), early
 
 
-def _entries(
-    tables: Tables, current: Sequence[Operation], ahead: int, starts: Starts
-) -> list[tuple[float, int, int]]:
+def _entries(tables: Tables, current: Sequence[Operation], ahead: int) -> list[tuple[float, int, int]]:
     """First forwards that the bound in flight allows: a heap of time, micro-batch, slot."""
     pipelines, stages = tables.pipelines, tables.stages
     freed: list[list[float]] = [[] for _ in range(pipelines)]
@@ -104,17 +75,14 @@ def _entries(
         round_, pipeline = divmod(microbatch, pipelines)
         needed = len(freed[pipeline]) + round_ - tables.max_in_flight
         room = freed[pipeline][needed] if needed >= 0 else 0.0
-        at = max(room, begun[pipeline], starts.stages[0])
-        entries.append((at, microbatch, pipeline * stages))
+        entries.append((max(room, begun[pipeline]), microbatch, pipeline * stages))
     heapify(entries)
     return entries
 
 
-def _gaps(
-    tables: Tables, current: Sequence[Operation], starts: Starts, until: Sequence[float]
-) -> list[_Gaps]:
-    """Per device, its waits up to its horizon, weight gradients counted as waits."""
-    free = list(starts.devices)
+def _gaps(tables: Tables, current: Sequence[Operation], until: float) -> list[_Gaps]:
+    """Per device, its waits up to the horizon, weight gradients counted as waits."""
+    free = [0.0] * tables.stages
     gaps: list[_Gaps] = [[] for _ in free]
     for start, end, kind, slot, _ in current:
         if kind == WEIGHT:
@@ -123,9 +91,9 @@ def _gaps(
         if start > free[device]:
             gaps[device].append((free[device], start))
         free[device] = end
-    for device, end in enumerate(until):
-        if end > free[device]:
-            gaps[device].append((free[device], end))
+    for line, end in zip(gaps, free, strict=True):
+        if until > end:
+            line.append((end, until))
     return gaps
 
 

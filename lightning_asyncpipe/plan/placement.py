@@ -39,8 +39,7 @@ class Placement:
             )
         rows = tuple(self._row(pipeline) for pipeline in range(pipelines))
         slots = tuple(
-            tuple((pipeline, row.index(device)) for pipeline, row in enumerate(rows))
-            for device in range(stages)
+            tuple((pipeline, row.index(device)) for pipeline, row in enumerate(rows)) for device in range(stages)
         )
         object.__setattr__(self, "_devices", rows)
         object.__setattr__(self, "_slots", slots)

@@ -26,15 +26,12 @@ class Policy(NamedTuple):
         keys: the priorities.
         overrun: how long past its horizon a device may run early forwards, in average forwards.
         limit: the most early forwards of a device.
-        blend: early forwards compete with the current batch, as in an endless stream, instead of filling its
-            waits; ``overrun`` and ``limit`` do not matter then.
     """
 
     name: str
     keys: Keys
     overrun: float
     limit: int
-    blend: bool = False
 
 
 class Generator:

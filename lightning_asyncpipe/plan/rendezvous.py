@@ -2,9 +2,10 @@
 
 The model assumes no buffering: between two devices a send is complete when its receive has been issued too, and the
 operations of a pair of devices, in both directions, are matched in the order in which each side issues them (NCCL's
-rule). Sends and receives are issued without waiting. A computation waits for what it receives, an ``UPDATE`` for every
-host of its stage to have left the segment before. Whether a set of lists gets stuck under these rules does not depend on
-how fast anything is, so that one execution proves it for all.
+rule). Sends and receives are issued without waiting. A computation waits for what it receives. The next segment begins on
+all devices at once: ranks exchange what their micro-batches gave at the end of each. An ``UPDATE`` waits for the step
+between them. Whether a set of lists gets stuck under these rules does not depend on how fast anything is, so that one
+execution proves it for all.
 """
 
 from __future__ import annotations
@@ -38,13 +39,11 @@ _RECEIVE_OF = {
 }
 
 
-def execute(
-    placement: Placement, segments: Sequence[SegmentPlan], costs: Costs
-) -> list[list[Timed]]:
+def execute(placement: Placement, segments: Sequence[SegmentPlan], costs: Costs) -> list[list[Timed]]:
     """Runs the lists until all are done; returns each device's actions with their times, from 0 on.
 
-    Messages take ``costs.message`` from the time that both sides and all earlier messages of the pair allow. A stage is
-    updated ``costs.update`` after its last host has left the segment and its last reduction, of ``costs.reduce``, is in.
+    Messages take ``costs.message`` from the time that both sides and all earlier messages of the pair allow. New weights
+    of a stage arrive ``costs.update`` after the segments meet and the stage's last reduction, of ``costs.reduce``, is in.
 
     Raises:
         ScheduleError: when two operations that meet do not belong together, or when devices block each other; the
@@ -56,9 +55,7 @@ def execute(
 
 
 class _Execution:
-    def __init__(
-        self, placement: Placement, segments: Sequence[SegmentPlan], costs: Costs
-    ) -> None:
+    def __init__(self, placement: Placement, segments: Sequence[SegmentPlan], costs: Costs) -> None:
         self.placement = placement
         self.segments = segments
         self.costs = costs
@@ -74,6 +71,7 @@ class _Execution:
             for device in devices
         ]
         self.clock = [0.0 for _ in devices]
+        self.entered = [0 for _ in devices]  # the segment that each device is in
         self.timed: list[list[Timed]] = [[] for _ in devices]
         self.left: list[list[float]] = [[] for _ in devices]  # when each segment was left
         self.reduced: dict[tuple[int, int], float] = {}  # (segment, stage): its last reduction so far
@@ -125,22 +123,20 @@ class _Execution:
         if len(done) == len(line):
             left.extend([self.clock[device]] * (len(self.segments) - len(left)))
         if len(left) > segments_left:
-            for stage in self.placement.hosted(device):
-                woken.update(self.placement.hosts(stage))
+            woken.update(range(len(self.lines)))
         return woken
 
     def begin(self, device: int, segment: int, action: Action) -> float | None:
         """When the device can start the action; None: not known yet."""
+        if segment > self.entered[device]:
+            if any(len(left) < segment for left in self.left):
+                return None
+            self.clock[device] = max(left[segment - 1] for left in self.left)
+            self.entered[device] = segment
         clock, kind, stage = self.clock[device], action.kind, action.stage
-        if kind is Kind.UPDATE:
-            if segment == 0:
-                return clock
-            stepped = self.reduced.get((segment - 1, stage), 0.0)
-            for host in self.placement.hosts(stage):
-                if len(self.left[host]) < segment:
-                    return None
-                stepped = max(stepped, self.left[host][segment - 1])
-            return max(clock, stepped + self.costs.update)
+        if kind is Kind.UPDATE and segment:
+            met = max(left[segment - 1] for left in self.left)
+            return max(clock, max(met, self.reduced.get((segment - 1, stage), 0.0)) + self.costs.update)
         if kind is Kind.FORWARD and stage > 0:
             needed = Kind.RECV_ACTIVATION
         elif kind in (Kind.BACKWARD, Kind.INPUT_GRAD) and stage < self.placement.num_stages - 1:

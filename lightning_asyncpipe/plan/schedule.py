@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_asyncpipe.plan.costs import Costs
 from lightning_asyncpipe.plan.emission import emit
 from lightning_asyncpipe.plan.placement import Placement
-from lightning_asyncpipe.plan.search import EFFORT, Choice, choose
+from lightning_asyncpipe.plan.search import EFFORT, TOLERANCE, Choice, choose
 from lightning_asyncpipe.plan.segment import SegmentPlan, SegmentSpec
 from lightning_asyncpipe.plan.steady import run_segment
 from lightning_asyncpipe.plan.tables import Tables
@@ -22,6 +22,7 @@ class Planner:
         costs: what actions cost; all stages alike, and a backward twice a forward, unless given.
         split_backward: plan the input's and the weights' gradients as separate actions.
         effort: simulated operations to spend on the choice of a policy, per size of batch.
+        tolerance: the share of a step's time that fewer early forwards may cost.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Planner:
         costs: Costs | None = None,
         split_backward: bool = False,
         effort: int = EFFORT,
+        tolerance: float = TOLERANCE,
     ) -> None:
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}: at least one micro-batch must be let in")
@@ -44,6 +46,7 @@ class Planner:
         self.split_backward = split_backward
         self._tables = Tables(placement, max_in_flight, costs, split_backward)
         self.effort = effort
+        self.tolerance = tolerance
         self._choices: dict[tuple[int, bool, bool], Choice] = {}
         self._plans: dict[SegmentSpec, SegmentPlan] = {}
 
@@ -59,18 +62,15 @@ class Planner:
         return plan
 
     def _plan(self, spec: SegmentSpec) -> SegmentPlan:
-        choice = self._choice(spec)
-        starts = choice.state.starts.get(spec.carried, self._tables.at_once)
-        segment = run_segment(
+        current, early = run_segment(
             self._tables,
-            choice.policy,
+            self._choice(spec).policy,
             spec.microbatches,
             spec.ahead,
             spec.carried,
             spec.steps,
-            starts,
         )
-        return emit(self._tables, spec, segment.current, segment.early)
+        return emit(self._tables, spec, current, early)
 
     def _choice(self, spec: SegmentSpec) -> Choice:
         """The policy for segments of this size, chosen for a stream of equal ones."""
@@ -78,6 +78,6 @@ class Planner:
         key = spec.microbatches, streaming, spec.steps
         choice = self._choices.get(key)
         if choice is None:
-            choice = choose(self._tables, *key, self.effort)
+            choice = choose(self._tables, *key, self.effort, self.tolerance)
             self._choices[key] = choice
         return choice

@@ -22,8 +22,8 @@ from lightning_asyncpipe.plan.policies import (
 from lightning_asyncpipe.plan.steady import SteadyState, settle
 from lightning_asyncpipe.plan.tables import Tables
 
-EFFORT = 600_000
-"""Simulated operations per search: about a second of Python."""
+EFFORT = 300_000
+"""Simulated operations per search: about half a second of Python."""
 TOLERANCE = 0.002
 """The share of time that fewer early forwards may cost."""
 
@@ -32,7 +32,7 @@ _SEGMENTS = (3, 10)
 """The fewest and the most segments that a policy gets to settle."""
 _SHARE = 16
 """Into how many policies the effort should go at least, where the fewest segments allow it."""
-_CANDIDATES = 500
+_CANDIDATES = 300
 
 
 class Choice(NamedTuple):
@@ -107,16 +107,12 @@ class _Search:
 
     def simulate(self, policy: Policy) -> None:
         """Settles a policy, and keeps it if it is the fastest among those as little early."""
-        state = settle(
-            self.tables, policy, self.microbatches, self.ahead, self.steps, self.segments
-        )
+        state = settle(self.tables, policy, self.microbatches, self.ahead, self.steps, self.segments)
         self.left -= state.operations
         self.tried += 1
         if any(c.state.time <= state.time and c.state.early <= state.early for c in self.front):
             return
-        self.front = [
-            c for c in self.front if c.state.time < state.time or c.state.early < state.early
-        ]
+        self.front = [c for c in self.front if c.state.time < state.time or c.state.early < state.early]
         self.front.append(Choice(policy, state))
 
     def candidates(self) -> Iterator[Policy]:
@@ -124,18 +120,15 @@ class _Search:
         overruns = _OVERRUNS if self.ahead else _OVERRUNS[:1]
         unlimited = self.tables.max_in_flight * self.tables.pipelines
         flows, rules = list(even_flows(self.tables)), list(self.first_rules())
-        # Without a step early forwards cost nothing, so that a segment is best cut out of an endless stream.
-        blends = [True, False] if self.ahead and not self.steps else [False]
-        for blend in blends:
-            for part, some, extra in (
-                (0.6, rules, overruns[:2]),
-                (0.35, flows, overruns[:2]),
-                (0.3, rules, overruns[2:]),
-            ):
-                for name, keys in some:
-                    for overrun in extra[: 1 if blend else None]:
-                        if self.left > part * self.effort:
-                            yield Policy(name, keys, overrun, unlimited, blend)
+        for part, some, extra in (
+            (0.6, rules, overruns[:2]),
+            (0.35, flows, overruns[:2]),
+            (0.3, rules, overruns[2:]),
+        ):
+            for name, keys in some:
+                for overrun in extra:
+                    if self.left > part * self.effort:
+                        yield Policy(name, keys, overrun, unlimited)
         if self.ahead:
             yield from self.fewer_early()
         generator = Generator(self.tables.stages * 1000 + self.tables.pipelines)
@@ -149,7 +142,7 @@ class _Search:
                 overrun = overruns[generator.below(len(overruns))]
             if generator.unit() < 0.25:
                 limit = generator.below(min(unlimited, 2 * limit) + 1)
-            yield Policy(policy.name, keys, overrun, limit, policy.blend)
+            yield Policy(policy.name, keys, overrun, limit)
 
     def first_rules(self) -> Iterator[tuple[str, Keys]]:
         pattern = None if self.tables.split else lattice(self.tables.placement, self.tables.max_in_flight)

@@ -6,8 +6,6 @@ A *slot* is one stage of one pipeline, numbered ``pipeline * D + stage``; a slot
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from lightning_asyncpipe.plan.costs import Costs
 from lightning_asyncpipe.plan.placement import Placement
 
@@ -19,24 +17,10 @@ Operation = tuple[float, float, int, int, int]
 """One computation of a device: start, end, kind (one of the above), slot, micro-batch."""
 
 
-class Starts(NamedTuple):
-    """What a segment has to wait for.
-
-    Per device, when it begins; per stage, when its new weights arrive; per micro-batch, when the result of
-    its last carried forward is where it is used next (may be empty: at once).
-    """
-
-    devices: tuple[float, ...]
-    stages: tuple[float, ...]
-    carried: tuple[float, ...] = ()
-
-
 class Tables:
     """Lists indexed by slot: ``device``, and durations ``forward``, ``backward`` and ``weight``."""
 
-    def __init__(
-        self, placement: Placement, max_in_flight: int, costs: Costs, split_backward: bool
-    ) -> None:
+    def __init__(self, placement: Placement, max_in_flight: int, costs: Costs, split_backward: bool) -> None:
         stages = placement.num_stages
         self.placement = placement
         self.costs = costs
@@ -54,12 +38,3 @@ class Tables:
         self.mean_forward = sum(costs.forward) / stages
         self.hosts = [placement.hosts(s) for s in range(stages)]
         self.hosted = [placement.hosted(d) for d in range(stages)]
-
-    @property
-    def at_once(self) -> Starts:
-        """Starts of a segment that nothing delays."""
-        return Starts((0.0,) * self.stages, (0.0,) * self.stages)
-
-    def rounds(self, pipeline: int, microbatches: int) -> int:
-        """How many of a batch's micro-batches a pipeline gets."""
-        return max(0, -(-(microbatches - pipeline) // self.pipelines))

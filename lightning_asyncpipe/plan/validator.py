@@ -6,7 +6,6 @@ whole chain is executed against the rendezvous model (``rendezvous``), which pro
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -51,7 +50,10 @@ def validate(
                 for action in line:
                     if action.ahead:
                         _fail(
-                            index, device, action, "staleness",
+                            index,
+                            device,
+                            action,
+                            "staleness",
                             f"an early forward before a step, with max_staleness={max_staleness}",
                         )
     _check_in_flight(placement, segments, max_in_flight)
@@ -68,9 +70,7 @@ def _check_chain(placement: Placement, segments: Sequence[SegmentPlan], index: i
     plan = segments[index]
     spec = plan.spec
     if len(plan.actions) != placement.num_stages:
-        raise ScheduleError(
-            f"segment {index}: shape: lists of {len(plan.actions)} devices for {placement.num_stages}"
-        )
+        raise ScheduleError(f"segment {index}: shape: lists of {len(plan.actions)} devices for {placement.num_stages}")
     if len(plan.carry) != spec.ahead:
         raise ScheduleError(f"segment {index}: carry: {len(plan.carry)} entries for ahead={spec.ahead}")
     if max((*spec.carried, *plan.carry), default=0) > placement.num_stages:
@@ -197,14 +197,13 @@ class _Device:
 
     def check_steps(self) -> None:
         spec = self.plan.spec
-        counts = Counter((a.kind, a.stage) for a in self.line if a.kind in (Kind.REDUCE, Kind.UPDATE))
         for stage in self.placement.hosted(self.device):
             for kind, wanted in ((Kind.REDUCE, spec.steps), (Kind.UPDATE, spec.updated)):
-                found = counts[kind, stage]
+                action = Action(kind, stage)
+                found = self.line.count(action)
                 if found != int(wanted):
-                    self.fail(
-                        Action(kind, stage), kind.name.lower(), f"{found} times instead of {int(wanted)}"
-                    )
+                    why = f"{found} times instead of {int(wanted)}"
+                    self.fail(action, kind.name.lower(), why)
         used: set[int] = set()
         reduced: set[int] = set()
         for action in self.line:
@@ -232,9 +231,7 @@ def _readable(work: _Work) -> tuple[str, int, int, bool]:
     return kind.value, stage, microbatch, ahead
 
 
-def _check_in_flight(
-    placement: Placement, segments: Sequence[SegmentPlan], max_in_flight: int
-) -> None:
+def _check_in_flight(placement: Placement, segments: Sequence[SegmentPlan], max_in_flight: int) -> None:
     """A pipeline's micro-batches enter and leave on one device, so that its list alone decides."""
     for pipeline in range(placement.num_pipelines):
         device = placement.device(pipeline, 0)
@@ -250,7 +247,10 @@ def _check_in_flight(
                     flying += 1
                     if flying > max_in_flight:
                         _fail(
-                            index, device, action, "in flight",
+                            index,
+                            device,
+                            action,
+                            "in flight",
                             f"{flying} micro-batches of pipeline {pipeline}, at most {max_in_flight}",
                         )
                 elif action.kind in _BACKWARDS:

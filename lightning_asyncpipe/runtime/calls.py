@@ -122,8 +122,8 @@ class ForwardRun:
         return result
 
     def _unknown(self, name: str, count: int, module: nn.Module) -> CallPlan:
-        """A call that the traced step did not make: it runs, where the stage has begun and has the weights."""
-        if not self.entered or not self.runner.has_weights(self.result.stage, module):
+        """A call that the traced step did not make: it runs if it needs no weights or the stage has them."""
+        if not self.runner.has_weights(self.result.stage if self.entered else None, module):
             raise PipelineError(
                 f"the step called '{name}' {count + 1} times, but less often when it was traced, and the stage in "
                 "which the further calls belong is not known. The number of calls must not depend on the data."

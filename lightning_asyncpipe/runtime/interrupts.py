@@ -39,6 +39,7 @@ class InterruptWatch:
             self._close_pipe()
             return
         signal.signal(signal.SIGINT, self._handle)
+        _watching.add(self)
 
     def ignored_for(self) -> float:
         """Seconds since an interrupt that the main thread has not handled; 0 if there is none.
@@ -61,6 +62,7 @@ class InterruptWatch:
         """Give the wake-up descriptor and the handler back."""
         if self._read_end == -1 or threading.current_thread() is not threading.main_thread():
             return
+        _watching.discard(self)
         current = signal.set_wakeup_fd(-1)
         if current != self._write_end:
             signal.set_wakeup_fd(current)
@@ -77,3 +79,17 @@ class InterruptWatch:
             os.close(self._read_end)
             os.close(self._write_end)
         self._read_end = -1
+
+
+_watching: set[InterruptWatch] = set()
+
+
+def _let_go_in_fork() -> None:
+    """A forked process, such as a loader's worker, must not write to the descriptor it shares."""
+    if _watching:
+        signal.set_wakeup_fd(-1)
+        _watching.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_fork)

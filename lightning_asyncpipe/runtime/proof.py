@@ -21,6 +21,7 @@ from lightning_asyncpipe.errors import CutError
 from lightning_asyncpipe.runtime.buffers import preserved_buffers
 from lightning_asyncpipe.runtime.calls import ForwardRun
 from lightning_asyncpipe.runtime.candidates import Candidates, Cut, Way, find_cuts
+from lightning_asyncpipe.runtime.cuts import choose_cuts
 from lightning_asyncpipe.runtime.program import StageProgram, build_program
 from lightning_asyncpipe.runtime.stages import StageForward, StageRunner, StageTask
 from lightning_asyncpipe.runtime.structure import leaf_at, tensors
@@ -284,6 +285,39 @@ def confirm(
         without |= {(cut.value, cut.way) for cut in wrong}
         candidates = find_cuts(candidates.trace, without)
     return candidates
+
+
+def proven_program(
+    candidates: Candidates,
+    num_stages: int,
+    model: nn.Module,
+    step: Callable[..., Any],
+    task: StageTask,
+    names: Sequence[str] | None = None,
+    context: Context = nullcontext,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> StageProgram:
+    """Choose cuts, prove them, and where that fails choose again among those that work.
+
+    Args:
+        candidates: from :func:`find_cuts`.
+        num_stages: number of stages.
+        model, step, task, context, loss: as for :func:`prove`.
+        names: as for :func:`choose_cuts`; cuts that the user names are not replaced.
+
+    Raises:
+        CutError: as :func:`choose_cuts` and :func:`prove`.
+    """
+    program = build_program(candidates, choose_cuts(candidates, num_stages, names))
+    try:
+        prove(model, program, step, task, context, loss)
+    except CutError:
+        if names is not None:
+            raise
+        candidates = confirm(candidates, model, step, task, context)
+        program = build_program(candidates, choose_cuts(candidates, num_stages))
+        prove(model, program, step, task, context, loss)
+    return program
 
 
 def _place(program: StageProgram, stage: int) -> str:

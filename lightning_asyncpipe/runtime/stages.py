@@ -269,8 +269,12 @@ class StageRunner:
         finally:
             self._active = active
 
-    def has_weights(self, stage: int, module: nn.Module) -> bool:
-        """Whether a stage has all parameters of a module."""
+    def has_weights(self, stage: int | None, module: nn.Module) -> bool:
+        """Whether a stage has all parameters of a module; None: whether there are none."""
+        if stage is None:
+            return next(module.parameters(), None) is None
+        if self.program.num_stages == 1:
+            return True
         hosted = self._hosted.get(stage)
         if hosted is None:
             hosted = {id(self.model.get_parameter(name)) for name in self.program.parameters[stage]}

@@ -29,7 +29,8 @@ from lightning_asyncpipe.runtime.failure import FailureBoard
 SCRIPT = Path(__file__).with_name("popen_script.py")
 WORLD = 3
 KEY = MessageKey(0, 0, 0, 0, 0)
-LIMIT = 10.0  # seconds from the failure to the end of the last process
+# Seconds from the failure to the end of the last process; more where others use the machine too.
+LIMIT = 10.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 class Run:
@@ -39,9 +40,7 @@ class Run:
         self.directory = directory
         command = [sys.executable, str(SCRIPT), scenario, str(directory), str(world_size)]
         root = str(SCRIPT.parents[2])
-        environment = {
-            k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "MASTER_PORT")
-        }
+        environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "MASTER_PORT")}
         self.process = subprocess.Popen(
             command,
             env={**environment, "PYTHONPATH": root},
@@ -180,9 +179,7 @@ def test_children_are_started_by_the_command_that_a_program_names(
 # -------------------------------------------------------------------------------- process launcher
 
 
-def _launch(
-    start_method: str, body: Callable[..., Any], *args: Any, world_size: int = WORLD
-) -> Any:
+def _launch(start_method: str, body: Callable[..., Any], *args: Any, world_size: int = WORLD) -> Any:
     environment = LightningEnvironment()
     strategy = SimpleNamespace(
         cluster_environment=environment, num_processes=world_size, accelerator=None, local_rank=None
@@ -255,9 +252,7 @@ def test_the_result_of_rank_0_is_returned(start_method: str) -> None:
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_the_main_process_raises_the_failed_ranks_traceback(
-    culprit: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_main_process_raises_the_failed_ranks_traceback(culprit: int, capfd: pytest.CaptureFixture[str]) -> None:
     start = time.monotonic()
     with pytest.raises(PeerFailure) as caught:
         _launch("fork", _raises, culprit)
@@ -270,9 +265,7 @@ def test_the_main_process_raises_the_failed_ranks_traceback(
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_the_main_process_says_which_rank_was_killed(
-    culprit: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_main_process_says_which_rank_was_killed(culprit: int, capfd: pytest.CaptureFixture[str]) -> None:
     start = time.monotonic()
     with pytest.raises(PeerFailure, match=rf"^rank {culprit} \(pid \d+\) was killed by SIGKILL$"):
         _launch("fork", _dies, culprit)
@@ -330,9 +323,7 @@ def test_the_main_process_gets_the_strategys_final_state(tmp_path: Path) -> None
     assert model.layer.weight.unique().tolist() == [7.0]
 
 
-def test_an_incomplete_final_state_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_final_state_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DROP", "1")
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "layer.bias"'):
         _fit(tmp_path)

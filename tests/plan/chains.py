@@ -21,9 +21,10 @@ class Case:
     sizes: tuple[int, ...]
     looks_ahead: tuple[bool, ...]
     steps: tuple[bool, ...]
+    effort: int
 
     def planner(self) -> Planner:
-        return Planner(self.placement, self.max_in_flight, self.costs, self.split, effort=2000)
+        return Planner(self.placement, self.max_in_flight, self.costs, self.split, self.effort)
 
     def plan(self) -> list[SegmentPlan]:
         planner = self.planner()
@@ -69,6 +70,7 @@ def cases(draw: st.DrawFn, max_devices: int = 9, max_segments: int = 4) -> Case:
         sizes=draw(st.one_of(same, varied)),
         looks_ahead=draw(st.one_of(flags, st.just((True,) * length))),
         steps=draw(st.one_of(flags, st.just((True,) * length))),
+        effort=draw(st.sampled_from([1, 1000, 8000])),
     )
 
 

@@ -12,9 +12,7 @@ whole = st.builds(Action, st.sampled_from([Kind.REDUCE, Kind.UPDATE]), numbers)
 compute = st.builds(Action, st.sampled_from(sorted(COMPUTE, key=str)), numbers, numbers, numbers, st.booleans())
 messages = st.builds(
     Action,
-    st.sampled_from(
-        [Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT]
-    ),
+    st.sampled_from([Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT]),
     numbers,
     numbers,
     numbers,
@@ -48,8 +46,22 @@ def test_the_text_form_is_stable(text: str, action: Action) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "F2", "F2:5", "F2:5@1>3", "SA2:5@1", "SA2:5@1<3", "RA2:5@1>3", "R2:5@1", "X2:5@1", "F02:5@1",
-     "F-1:5@1", "F2:5@1 ", "F2:5@1++", "F٣:5@1"],
+    [
+        "",
+        "F2",
+        "F2:5",
+        "F2:5@1>3",
+        "SA2:5@1",
+        "SA2:5@1<3",
+        "RA2:5@1>3",
+        "R2:5@1",
+        "X2:5@1",
+        "F02:5@1",
+        "F-1:5@1",
+        "F2:5@1 ",
+        "F2:5@1++",
+        "F٣:5@1",
+    ],
 )
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError, match="is not an action"):

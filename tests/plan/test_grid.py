@@ -68,13 +68,11 @@ def test_a_grid_shows_devices_over_time() -> None:
         ),
         (),
     )
-    assert render(PLACEMENT, [first, second]) == "\n".join(
-        [
-            "          0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15",
-            "device 0  .   |F0 B0  ==  .   .   |F0 B0  ==  .   .   .   F1  B1  ==  .   .",
-            "device 1  |F0 .   .   .   B0  ==  F0+ .   .   .   |B0 ==  F1  .   .   .   ",
-        ]
-    ) or True
+    assert render(PLACEMENT, [first, second]).splitlines() == [
+        "          0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17",
+        "device 0  .   |F0 B0  ==  .   .   .   |F0 B0  ==  .   .   .   F1  B1  ==  .   .",
+        "device 1  |F0 .   .   .   B0  ==  F0+ .   .   .   |B0 ==  F1  .   .   .   B1  ==",
+    ]
 
 
 def test_a_grid_of_split_backwards_shows_both_halves() -> None:

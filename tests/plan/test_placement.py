@@ -17,9 +17,9 @@ def rows(placement: Placement) -> list[list[int]]:
 @pytest.mark.parametrize(("devices", "pipelines"), SIZES)
 def test_pipelines_are_those_of_the_formula(devices: int, pipelines: int) -> None:
     down, up = pipelines // 2, pipelines - pipelines // 2
-    expected = [
-        [(i * devices // down + s) % devices for s in range(devices)] for i in range(down)
-    ] + [[(i * devices // up + devices - 1 - s) % devices for s in range(devices)] for i in range(up)]
+    expected = [[(i * devices // down + s) % devices for s in range(devices)] for i in range(down)] + [
+        [(i * devices // up + devices - 1 - s) % devices for s in range(devices)] for i in range(up)
+    ]
     assert sorted(rows(Placement(devices, pipelines))) == sorted(expected)
 
 

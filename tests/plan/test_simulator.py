@@ -12,9 +12,7 @@ from tests.plan.chains import Case, cases, repeated
 
 
 def plan(spec: SegmentSpec, *lines: str, carry: tuple[int, ...] = ()) -> SegmentPlan:
-    return SegmentPlan(
-        spec, tuple(tuple(Action.parse(word) for word in line.split()) for line in lines), carry
-    )
+    return SegmentPlan(spec, tuple(tuple(Action.parse(word) for word in line.split()) for line in lines), carry)
 
 
 QUIET = {"updated": False, "steps": False}
@@ -58,8 +56,7 @@ def test_a_message_waits_for_its_receive_to_be_posted() -> None:
     assert simulate(Placement(2, 2), [segment], costs).makespan == 1 + 5 + 2 + 2
 
 
-def test_a_step_is_a_synchronisation_of_the_hosts_of_a_stage() -> None:
-    # Device 0 hosts stages 0 and 1, as device 1 does; device 1 is slower in the first segment.
+def test_a_step_waits_for_the_reductions_and_new_weights_for_the_step() -> None:
     first = plan(
         SegmentSpec(1, updated=False, steps=True),
         "F0:0@0 SA0:0@0>1 RG0:0@0<1 B0:0@0 R0 R1",
@@ -75,6 +72,17 @@ def test_a_step_is_a_synchronisation_of_the_hosts_of_a_stage() -> None:
     # Device 0 leaves the first segment at 1 + 1 + 2 + 2 = 6; its reductions arrive at 6.5; then the update.
     assert result.ends == (6.0, 6.75 + 6.0)
     assert result.time_per_segment() == 6.75
+
+
+def test_the_next_segment_begins_on_all_devices_at_once() -> None:
+    segments = [
+        plan(SegmentSpec(1, ahead=1, **QUIET), "RA1:0@0<1 F1:0@0 B1:0@0 SG1:0@0>1", "F0:0@0 SA0:0@0>0 RG0:0@0<0 B0:0@0",
+             carry=(0,)),
+        plan(SegmentSpec(1, **QUIET), "RA1:0@0<1 F1:0@0 B1:0@0 SG1:0@0>1", "F0:0@0 SA0:0@0>0 RG0:0@0<0 B0:0@0"),
+    ]
+    result = simulate(Placement(2, 1), segments, Costs.uniform(2))
+    assert result.timeline[0][4].start == 6.0 == result.ends[0]
+    assert result.makespan == 12.0
 
 
 def test_early_forwards_are_stale_only_across_a_step() -> None:
@@ -164,7 +172,8 @@ def replay(placement: Placement, segments: list[SegmentPlan], costs: Costs) -> l
         for d in devices:
             clock = 0.0
             for i, (k, a) in enumerate(lines[d]):
-                start = clock
+                met = max((over[x][y] for x in devices for y, (k2, _) in enumerate(lines[x]) if k2 < k), default=0.0)
+                start = max(clock, met)
                 needed = {Kind.FORWARD: Kind.RECV_ACTIVATION}.get(a.kind, Kind.RECV_GRADIENT)
                 if a.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD):
                     for posted in (k - 1, k):
@@ -172,10 +181,9 @@ def replay(placement: Placement, segments: list[SegmentPlan], costs: Costs) -> l
                         if place is not None:
                             start = max(start, arrival.get(place, 0.0))
                 elif a.kind is Kind.UPDATE and k:
+                    start = max(start, met + costs.update)
                     for host in placement.hosts(a.stage):
                         for i2, (k2, a2) in enumerate(lines[host]):
-                            if k2 < k:
-                                start = max(start, over[host][i2] + costs.update)
                             if k2 == k - 1 and a2.kind is Kind.REDUCE and a2.stage == a.stage:
                                 start = max(start, over[host][i2] + costs.reduce + costs.update)
                 clock = start + (durations[a.kind][a.stage] if a.kind in COMPUTE else 0.0)

@@ -61,9 +61,9 @@ def drop(kind: Kind, which: int = 0) -> Callable[[Line], None]:
     return change
 
 
-def edit(kind: Kind, which: int = 0, **fields: object) -> Callable[[Line], None]:
+def edit(kind: Kind, stage: int | None = None, /, **fields: object) -> Callable[[Line], None]:
     def change(line: Line) -> None:
-        at = find(line, kind, which)
+        at = find(line, kind) if stage is None else find(line, kind, stage=stage)
         line[at] = replace(line[at], **fields)  # type: ignore[arg-type]
 
     return change
@@ -89,21 +89,19 @@ CHANGES = [
     ("update dropped", drop(Kind.UPDATE), "update: 0 times instead of 1"),
     ("reduction too early", move(Kind.REDUCE, 0), "reduce: adds to gradients"),
     ("update too late", move(Kind.UPDATE, -1), "update: after a use"),
-    ("another stage", edit(Kind.FORWARD, stage=1), "placement: the stage of this pipeline"),
+    ("another stage", edit(Kind.FORWARD, 0, stage=1), "placement: the stage of this pipeline"),
     ("no such stage", edit(Kind.FORWARD, stage=4), "range: there are 4 stages"),
-    ("another pipeline", edit(Kind.FORWARD, pipeline=1), "placement: the micro-batch belongs"),
+    ("another pipeline", edit(Kind.FORWARD, 0, pipeline=1), "placement: the micro-batch belongs"),
     ("no such micro-batch", edit(Kind.FORWARD, microbatch=6), "range: the batch has 6"),
     ("another peer", edit(Kind.SEND_ACTIVATION, peer=3), "message: the other end is device"),
     ("update of a stage elsewhere", edit(Kind.UPDATE, stage=1), "placement: the device does not host"),
     ("an early backward", edit(Kind.BACKWARD, ahead=True), "early: only forwards"),
-    ("an early forward more", edit(Kind.FORWARD, ahead=True, microbatch=4), "complete: "),
+    ("an early forward more", edit(Kind.FORWARD, 0, ahead=True, microbatch=4), "complete: "),
 ]
 
 
 @pytest.mark.parametrize(("change", "rule"), [c[1:] for c in CHANGES], ids=[c[0] for c in CHANGES])
-def test_a_change_is_named_with_its_device_action_and_rule(
-    change: Callable[[Line], None], rule: str
-) -> None:
+def test_a_change_is_named_with_its_device_action_and_rule(change: Callable[[Line], None], rule: str) -> None:
     with pytest.raises(ScheduleError, match=rf"segment 1, device 0.*{rule}"):
         validate(PLACEMENT, mutate(good(), 1, 0, change), 2)
 
@@ -167,13 +165,12 @@ def test_messages_of_a_pair_meet_in_the_order_of_their_issue() -> None:
         first, second = (find(line, Kind.RECV_ACTIVATION, n, peer=1) for n in (0, 1))
         line[first], line[second] = line[second], line[first]
 
-    # Device 0 of this chain posts both receives before it uses either, so its own list is in order.
     segments = [Planner(PLACEMENT, 2).segment(SegmentSpec(4))]
     with pytest.raises(ScheduleError, match="meet in the order of their issue"):
         validate(PLACEMENT, mutate(segments, 0, 0, swap), 2)
 
 
-def chain_of_two_devices(first: str, second: str) -> SegmentPlan:
+def two_devices(first: str, second: str) -> SegmentPlan:
     lines = (first, second)
     return SegmentPlan(
         SegmentSpec(2, updated=False, steps=False),
@@ -182,37 +179,38 @@ def chain_of_two_devices(first: str, second: str) -> SegmentPlan:
     )
 
 
-def test_devices_that_wait_for_each_other_are_named() -> None:
+def test_two_devices_that_want_to_receive_first_are_refused() -> None:
     placement = Placement(2, 2)
-    sound = chain_of_two_devices(
-        "RA1:1@1<1 F0:0@0 SA0:0@0>1 F1:1@1 B1:1@1 SG1:1@1>1 RG0:0@0<1 B0:0@0",
-        "F0:1@1 SA0:1@1>0 RA1:0@0<0 F1:0@0 RG0:1@1<0 B1:0@0 SG1:0@0>0 B0:1@1",
+    sound = two_devices(
+        "F0:0@0 SA0:0@0>1 RA1:1@1<1 RG0:0@0<1 F1:1@1 B1:1@1 SG1:1@1>1 B0:0@0",
+        "RA1:0@0<0 F0:1@1 SA0:1@1>0 F1:0@0 B1:0@0 SG1:0@0>0 RG0:1@1<0 B0:1@1",
     )
     validate(placement, [sound], 1)
-    # Each wants the other's forward before it sends its own.
-    stuck = chain_of_two_devices(
-        "RA1:1@1<1 F1:1@1 F0:0@0 SA0:0@0>1 B1:1@1 SG1:1@1>1 RG0:0@0<1 B0:0@0",
-        "RA1:0@0<0 F1:0@0 F0:1@1 SA0:1@1>0 RG0:1@1<0 B1:0@0 SG1:0@0>0 B0:1@1",
+    crossed = two_devices(
+        "RA1:1@1<1 F0:0@0 SA0:0@0>1 RG0:0@0<1 F1:1@1 B1:1@1 SG1:1@1>1 B0:0@0",
+        "RA1:0@0<0 F0:1@1 SA0:1@1>0 F1:0@0 B1:0@0 SG1:0@0>0 RG0:1@1<0 B0:1@1",
     )
-    with pytest.raises(ScheduleError, match="meet in the order"):
-        validate(placement, [stuck], 1)
+    with pytest.raises(ScheduleError, match=r"segment 0, device 1, RA1:0@0<0: message: .* RA1:1@1<1 .*device 0"):
+        validate(placement, [crossed], 1)
 
 
 def test_a_deadlock_names_the_blocked_actions() -> None:
-    three = Placement(3, 3)  # three pairs: each device first waits for a forward of the next one
-    plan = Planner(three, 1).segment(SegmentSpec(3, updated=False, steps=False))
-
-    def last_stages_first(line: Line) -> None:
-        line.sort(key=lambda a: (a.kind is not Kind.RECV_ACTIVATION, a.kind in COMPUTE and a.stage != 2))
-
+    placement = Placement(3, 3)
+    plan = Planner(placement, 1).segment(SegmentSpec(3, updated=False, steps=False))
+    # Device 0 waits for 1, 1 for 2 and 2 for 0, and each would send what the other waits for only afterwards.
+    first = (
+        "RA2:0@0<1 F2:0@0",
+        "RA2:2@2<2 RA1:0@0<2 F1:0@0 SA1:0@0>0",
+        "RA1:2@2<0 F1:2@2 SA1:2@2>1",
+    )
     lines = []
-    for line in plan.actions:
-        late = [a for a in line if a.kind is Kind.FORWARD and a.stage == 2]
-        receives = [a for a in line if a.kind is Kind.RECV_ACTIVATION and a.stage == 2]
-        rest = [a for a in line if a not in late and a not in receives]
-        lines.append((*receives, *late, *rest))
-    with pytest.raises(ScheduleError, match=r"deadlock: .*segment 0, device 0, F2:\d@\d|meet in the order"):
-        validate(three, [replace(plan, actions=tuple(lines))], 1)
+    for line, texts in zip(plan.actions, first, strict=True):
+        front = [Action.parse(text) for text in texts.split()]
+        lines.append((*front, *(action for action in line if action not in front)))
+    with pytest.raises(ScheduleError, match="deadlock") as caught:
+        validate(placement, [replace(plan, actions=tuple(lines))], 1)
+    for blocked in ("device 0, F2:0@0", "device 1, F1:0@0", "device 2, F1:2@2"):
+        assert f"segment 0, {blocked}" in str(caught.value)
 
 
 def test_the_bound_on_microbatches_in_flight_is_checked() -> None:

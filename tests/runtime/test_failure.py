@@ -20,7 +20,8 @@ from lightning_asyncpipe.errors import PeerFailure
 from lightning_asyncpipe.runtime.failure import FailureBoard
 
 POLL = 0.02
-LIMIT = 10.0  # seconds from the failure to the end of the last process
+# Seconds from the failure to the end of the last process; more where others use the machine too.
+LIMIT = 10.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 Boards = Callable[[int], list[FailureBoard]]
 
 

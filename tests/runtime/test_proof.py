@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_asyncpipe.errors import CutError
 from lightning_asyncpipe.runtime.cuts import choose_cuts
 from lightning_asyncpipe.runtime.program import build_program
-from lightning_asyncpipe.runtime.proof import confirm, prove
+from lightning_asyncpipe.runtime.proof import confirm, prove, proven_program
 from lightning_asyncpipe.runtime.randomness import Watch
 from lightning_asyncpipe.runtime.stages import StageTask
 from tests.runtime.stage_models import (
@@ -97,6 +97,18 @@ def test_what_crosses_unseen_is_found_and_left_out(kind: type[Chain]) -> None:
         program = build_program(good, choose_cuts(good, stages))
         prove(model, program, model.training_step, task)
         assert_equal(staged(model, program, batch, 0), expected)
+
+
+def test_a_proven_program_avoids_cuts_that_do_not_work() -> None:
+    model, batch = ThroughItem(), vectors()
+    task = StageTask((batch, 0))
+    found = candidates(model, batch, 0)
+    program = proven_program(found, 3, model, model.training_step, task)
+    assert_equal(staged(model, program, batch, 0), ordinary(model, batch, 0))
+    with pytest.raises(CutError, match="does not compute"):
+        proven_program(found, 2, model, model.training_step, task, names=["layers.2"])
+    with pytest.raises(CutError, match="a run in stages gave other results there"):
+        proven_program(found, len(found.cuts) + 1, model, model.training_step, task)
 
 
 def test_another_way_is_tried_before_a_cut_is_given_up() -> None:

@@ -446,6 +446,26 @@ def test_further_calls_after_the_stage_has_begun_may_depend_on_the_batch() -> No
     runner.close()
 
 
+def test_further_calls_of_modules_without_parameters_may_depend_on_the_batch() -> None:
+    class Model(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.Tanh()
+
+        def run(self, x: Tensor) -> Tensor:
+            for i, layer in enumerate(self.layers):
+                x = self.act(layer(x)) if i < self.times else layer(x)
+            return x
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.times = batch_idx
+            return super().training_step(batch, batch_idx)
+
+    model, batch = Model(), vectors()
+    program = program_for(model, 2, batch, 1, cuts=["layers.3"])
+    assert_equal(staged(model, program, batch, 2), ordinary(model, batch, 2))
+
+
 def test_a_module_that_was_not_called_when_traced_is_named() -> None:
     class Model(Chain):
         def __init__(self) -> None:

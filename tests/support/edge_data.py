@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tests.support.edges import scenario
+from tests.support.edges import Scenarios
 from tests.support.models import GPT, LanguageModel, Rows
 
 WIDTH = 5
+DATA = Scenarios()
 
 
 class Points(Dataset[dict[str, Any]]):
@@ -77,21 +78,21 @@ def sized(*sizes: int, collate: Any = None, **kwargs: Any) -> DataLoader[Any]:
     return DataLoader(Points(sum(sizes)), batch_sampler=samples, collate_fn=collate, **kwargs)
 
 
-scenario("sizes that do not divide", Regression, lambda: sized(10, 10, 10, 10))
-scenario("sizes that change", Regression, lambda: sized(7, 10, 3, 9, 2, 6))
-scenario("a last batch smaller than M", Regression, lambda: sized(8, 8, 8, 3))
-scenario("a last batch of one sample", Regression, lambda: sized(8, 8, 8, 1))
-scenario("batches of one sample", Regression, lambda: sized(1, 1, 1, 1))
-scenario(
+DATA.add("sizes that do not divide", Regression, lambda: sized(10, 10, 10, 10))
+DATA.add("sizes that change", Regression, lambda: sized(7, 10, 3, 9, 2, 6))
+DATA.add("a last batch smaller than M", Regression, lambda: sized(8, 8, 8, 3))
+DATA.add("a last batch of one sample", Regression, lambda: sized(8, 8, 8, 1))
+DATA.add("batches of one sample", Regression, lambda: sized(1, 1, 1, 1))
+DATA.add(
     "one micro-batch for each batch", Regression, lambda: sized(4, 4, 4, 4), strategy={"num_microbatches": 1}
 )
-scenario(
+DATA.add(
     "a short last window of batches of different sizes",
     Regression,
     lambda: sized(7, 10, 3, 9, 8, 5, 4),
     arguments={"accumulate_grad_batches": 3, "gradient_clip_val": 0.2},
 )
-scenario(
+DATA.add(
     "sizes that change over epochs with windows",
     Regression,
     lambda: sized(7, 10, 3, 9, 8),
@@ -112,7 +113,7 @@ class Lengths(Dataset[Tensor]):
         return self.batches[index]
 
 
-scenario(
+DATA.add(
     "sequence lengths that change from batch to batch",
     lambda: LanguageModel(GPT(blocks=3)),
     lambda: DataLoader(Lengths([8, 5, 8, 11, 2, 5], 6), batch_size=None),
@@ -198,10 +199,10 @@ class FromNamed(Regression):
         return batch.x, batch.y
 
 
-scenario("batches that are dicts", FromDict, lambda: sized(7, 10, 3, 2, collate=as_dict))
-scenario("batches that are nested", FromNested, lambda: sized(7, 10, 3, 2, collate=as_nested))
-scenario("batches that are dataclasses", FromDataclass, lambda: sized(7, 10, 3, 2, collate=as_dataclass))
-scenario("batches that are named tuples", FromNamed, lambda: sized(7, 10, 3, 2, collate=as_named))
+DATA.add("batches that are dicts", FromDict, lambda: sized(7, 10, 3, 2, collate=as_dict))
+DATA.add("batches that are nested", FromNested, lambda: sized(7, 10, 3, 2, collate=as_nested))
+DATA.add("batches that are dataclasses", FromDataclass, lambda: sized(7, 10, 3, 2, collate=as_dataclass))
+DATA.add("batches that are named tuples", FromNamed, lambda: sized(7, 10, 3, 2, collate=as_named))
 
 
 class NoIndex(Regression):
@@ -223,8 +224,8 @@ class Indexed(Regression):
         self.seen.append((batch_idx, self.global_step, len(batch[0])))
 
 
-scenario("a step without batch_idx", NoIndex, lambda: sized(7, 10, 3, 2))
-scenario(
+DATA.add("a step without batch_idx", NoIndex, lambda: sized(7, 10, 3, 2))
+DATA.add(
     "a step that uses batch_idx and global_step",
     Indexed,
     lambda: sized(7, 10, 3, 2, 8),
@@ -254,33 +255,33 @@ def shuffled(count: int, batch_size: int) -> DataLoader[Any]:
     return DataLoader(Points(count), batch_size, shuffle=True, generator=torch.Generator().manual_seed(5))
 
 
-scenario("a data set without a length", Regression, lambda: stream(19, 5), arguments={"max_epochs": 3})
-scenario(
+DATA.add("a data set without a length", Regression, lambda: stream(19, 5), arguments={"max_epochs": 3})
+DATA.add(
     "a data set without a length and windows",
     Regression,
     lambda: stream(23, 5),
     arguments={"max_epochs": 2, "accumulate_grad_batches": 2},
 )
-scenario("several epochs with shuffling", Regression, lambda: shuffled(19, 5), arguments={"max_epochs": 3})
-scenario(
+DATA.add("several epochs with shuffling", Regression, lambda: shuffled(19, 5), arguments={"max_epochs": 3})
+DATA.add(
     "max_steps in mid-epoch", Regression, lambda: shuffled(40, 5), arguments={"max_steps": 11, "max_epochs": -1}
 )
-scenario(
+DATA.add(
     "max_steps in mid-epoch with windows",
     Regression,
     lambda: shuffled(40, 5),
     arguments={"max_steps": 5, "max_epochs": -1, "accumulate_grad_batches": 3},
 )
-scenario(
+DATA.add(
     "limit_train_batches", Regression, lambda: shuffled(40, 5), arguments={"limit_train_batches": 3, "max_epochs": 2}
 )
-scenario(
+DATA.add(
     "limit_train_batches of a data set without a length",
     Regression,
     lambda: stream(40, 5),
     arguments={"limit_train_batches": 3, "max_epochs": 2},
 )
-scenario(
+DATA.add(
     "a share of the batches", Regression, lambda: shuffled(40, 5), arguments={"limit_train_batches": 0.5}
 )
 
@@ -306,9 +307,9 @@ def combined(mode: Any) -> CombinedLoader:
     return CombinedLoader(loaders, mode)
 
 
-scenario("combined loaders that cycle", Paired, lambda: combined("max_size_cycle"), arguments={"max_epochs": 2})
-scenario("combined loaders to the shortest", Paired, lambda: combined("min_size"), arguments={"max_epochs": 2})
-scenario("combined loaders to the longest", MaybeMissing, lambda: combined("max_size"), arguments={"max_epochs": 2})
+DATA.add("combined loaders that cycle", Paired, lambda: combined("max_size_cycle"), arguments={"max_epochs": 2})
+DATA.add("combined loaders to the shortest", Paired, lambda: combined("min_size"), arguments={"max_epochs": 2})
+DATA.add("combined loaders to the longest", MaybeMissing, lambda: combined("max_size"), arguments={"max_epochs": 2})
 
 
 # When a training ends
@@ -325,13 +326,13 @@ class Stop(pl.Callback):
             trainer.should_stop = True
 
 
-scenario(
+DATA.add(
     "a callback that stops",
     Regression,
     lambda: shuffled(40, 5),
     arguments=lambda: {"max_epochs": 3, "callbacks": [Stop(5)]},
 )
-scenario(
+DATA.add(
     "early stopping on a training metric",
     Regression,
     lambda: shuffled(20, 5),
@@ -347,6 +348,6 @@ class StopsItself(Regression):
         return -1 if batch_idx == 3 else None
 
 
-scenario(
+DATA.add(
     "a batch start that ends the epoch", StopsItself, lambda: shuffled(40, 5), arguments={"max_epochs": 2}
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -12,8 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from tests.support.edge_data import WIDTH, Points, Regression, Tower, shuffled, sized
-from tests.support.edges import scenario
+from tests.support.edges import Scenarios
 from tests.support.models import VOCABULARY, GPT, LanguageModel, loader
+
+MODELS = Scenarios()
+
 
 # What is trained
 
@@ -33,17 +37,17 @@ class Frozen(Regression):
         return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
-scenario("frozen layers here and there", lambda: Frozen(1, 4), lambda: sized(8, 8, 5, 8))
-scenario("a frozen first stage", lambda: Frozen(0, 1, all_to_optimizer=False), lambda: sized(8, 8, 5, 8))
-scenario("a frozen stage in the middle", lambda: Frozen(2, 3), lambda: sized(8, 8, 5, 8))
-scenario("a frozen last stage", lambda: Frozen(4, 5, head=True), lambda: sized(8, 8, 5, 8))
-scenario(
+MODELS.add("frozen layers here and there", lambda: Frozen(1, 4), lambda: sized(8, 8, 5, 8))
+MODELS.add("a frozen first stage", lambda: Frozen(0, 1, all_to_optimizer=False), lambda: sized(8, 8, 5, 8))
+MODELS.add("a frozen stage in the middle", lambda: Frozen(2, 3), lambda: sized(8, 8, 5, 8))
+MODELS.add("a frozen last stage", lambda: Frozen(4, 5, head=True), lambda: sized(8, 8, 5, 8))
+MODELS.add(
     "a frozen last stage on a rank of its own",
     lambda: Frozen(4, 5, head=True, all_to_optimizer=False),
     lambda: sized(8, 8, 5, 8),
     strategy={"num_microbatches": 4, "num_pipelines": 1, "cuts": ["net.layers.2", "net.layers.4"]},
 )
-scenario(
+MODELS.add(
     "only the last layer is trained",
     lambda: Frozen(0, 1, 2, 3, 4, 5),
     lambda: sized(8, 8, 5, 8),
@@ -67,7 +71,7 @@ class Unused(Regression):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-scenario(
+MODELS.add(
     "parameters that are not used",
     Unused,
     lambda: sized(12, 5, 12, 4, 12),
@@ -90,7 +94,7 @@ class Groups(Regression):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
-scenario("parameter groups", Groups, lambda: sized(8, 8, 5, 8), arguments={"max_epochs": 3})
+MODELS.add("parameter groups", Groups, lambda: sized(8, 8, 5, 8), arguments={"max_epochs": 3})
 
 
 class SharedLayer(Regression):
@@ -101,8 +105,8 @@ class SharedLayer(Regression):
         self.net.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)] * 6)
 
 
-scenario("one layer in all stages", SharedLayer, lambda: sized(8, 8, 5, 8))
-scenario("tied embeddings", lambda: LanguageModel(GPT(blocks=3)), lambda: loader(20, 5))
+MODELS.add("one layer in all stages", SharedLayer, lambda: sized(8, 8, 5, 8))
+MODELS.add("tied embeddings", lambda: LanguageModel(GPT(blocks=3)), lambda: loader(20, 5))
 
 
 # Writing in place
@@ -167,9 +171,9 @@ class WithMomentum(Of):
         return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
 
 
-scenario("a residual stream that is written in place", lambda: Of(InPlaceTower()), lambda: sized(8, 8, 5, 8))
-scenario("activations in place", lambda: Of(ActivationsInPlace()), lambda: sized(8, 8, 5, 8))
-scenario(
+MODELS.add("a residual stream that is written in place", lambda: Of(InPlaceTower()), lambda: sized(8, 8, 5, 8))
+MODELS.add("activations in place", lambda: Of(ActivationsInPlace()), lambda: sized(8, 8, 5, 8))
+MODELS.add(
     "a cut before an activation in place",
     lambda: Of(ActivationsInPlace()),
     lambda: sized(8, 8, 5, 8),
@@ -202,10 +206,10 @@ class CheckpointedBlock(nn.Module):
 class CheckpointedTower(nn.Module):
     """Blocks that are checkpointed, by themselves or by the model around them."""
 
-    def __init__(self, inside: bool, checkpointed: bool = True) -> None:
+    def __init__(self, inside: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(CheckpointedBlock(inside and checkpointed) for _ in range(4))
-        self.outside = checkpointed and not inside
+        self.blocks = nn.ModuleList(CheckpointedBlock(inside) for _ in range(4))
+        self.outside = not inside
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -234,28 +238,49 @@ class Noisy(Regression):
         return loss
 
 
-scenario("dropout", lambda: Of(DropoutTower()), lambda: sized(8, 8, 5, 8), reference="none")
-scenario(
+MODELS.add("dropout", lambda: Of(DropoutTower()), lambda: sized(8, 8, 5, 8), reference="none")
+MODELS.add(
     "dropout of attention and blocks",
     lambda: LanguageModel(GPT(blocks=3, dropout=0.2)),
     lambda: loader(20, 5),
     reference="none",
 )
-scenario("noise in the step", Noisy, lambda: sized(8, 8, 5, 8), reference="none")
-scenario("noise in the step and dropout", lambda: Noisy(True), lambda: sized(8, 8, 5, 8), reference="none")
+MODELS.add("noise in the step", Noisy, lambda: sized(8, 8, 5, 8), reference="none")
+MODELS.add("noise in the step and dropout", lambda: Noisy(True), lambda: sized(8, 8, 5, 8), reference="none")
 for inside in (True, False):
-    scenario(
+    MODELS.add(
         f"checkpointed blocks with dropout, {'inside' if inside else 'outside'}",
         lambda inside=inside: Of(CheckpointedTower(inside)),
         lambda: sized(8, 8, 5, 8),
         reference="none",
     )
-scenario(
-    "the same blocks without checkpointing",
-    lambda: Of(CheckpointedTower(True, checkpointed=False)),
-    lambda: sized(8, 8, 5, 8),
-    reference="none",
-)
+
+class RememberedDropout(nn.Module):
+    """Dropout that keeps a fingerprint of each of its masks."""
+
+    masks: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.rand(x.shape, dtype=x.dtype) < 0.7
+        if type(mask) is Tensor:
+            self.masks.append(hash(tuple(mask.flatten().tolist())))
+        return x * mask / 0.7
+
+
+class RemembersMasks(Regression):
+    """Checkpointed blocks; `seen` says how often each mask was drawn in training."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.net = CheckpointedTower(inside)
+        for block in self.net.blocks:
+            block.body = nn.Sequential(nn.Linear(WIDTH, 16), RememberedDropout(), nn.Linear(16, WIDTH))
+
+    def on_train_start(self) -> None:
+        RememberedDropout.masks.clear()
+
+    def on_train_end(self) -> None:
+        self.seen = sorted(Counter(RememberedDropout.masks).values())
 
 
 # Running statistics
@@ -299,7 +324,7 @@ for name, make in {
     "batch normalisation without weights": lambda: NormTower(affine=False),
     "convolutions with batch normalisation": ConvTower,
 }.items():
-    scenario(
+    MODELS.add(
         name,
         lambda make=make: WithMomentum(make()),
         lambda: sized(9, 8, 5, 3, 9),
@@ -319,7 +344,7 @@ class FrozenStatistics(WithMomentum):
             block[1].eval()
 
 
-scenario(
+MODELS.add(
     "batch normalisation partly in evaluation mode", FrozenStatistics, lambda: sized(9, 8, 5, 3), reference="parts"
 )
 
@@ -336,7 +361,7 @@ class Counting(Tower):
         return super().forward(x * self.scale * self.hidden)
 
 
-scenario("constant buffers", lambda: Of(Counting()), lambda: sized(8, 8, 5))
+MODELS.add("constant buffers", lambda: Of(Counting()), lambda: sized(8, 8, 5))
 
 
 # Other kinds of layers
@@ -398,10 +423,10 @@ class WithRegularisation(Regression):
         return F.mse_loss(self.net(x), y) + 0.01 * self.net.head.weight.square().sum()
 
 
-scenario("recurrent layers", lambda: Of(Recurrent()), lambda: sized(8, 8, 5))
-scenario("weight normalisation", lambda: Of(Normed()), lambda: sized(8, 8, 5))
-scenario("Lightning's own first example", Autoencoder, lambda: DataLoader(Points(24), 8))
-scenario("a penalty on the weights of the last layer", WithRegularisation, lambda: shuffled(24, 8))
+MODELS.add("recurrent layers", lambda: Of(Recurrent()), lambda: sized(8, 8, 5))
+MODELS.add("weight normalisation", lambda: Of(Normed()), lambda: sized(8, 8, 5))
+MODELS.add("Lightning's own first example", Autoencoder, lambda: DataLoader(Points(24), 8))
+MODELS.add("a penalty on the weights of the last layer", WithRegularisation, lambda: shuffled(24, 8))
 
 
 # transformers
@@ -490,7 +515,7 @@ TRANSFORMERS = {
     "BERT with a classifier": (bert_for_classification, "class", True),
 }
 for name, (model, labels, padded) in TRANSFORMERS.items():
-    scenario(
+    MODELS.add(
         name,
         lambda model=model: Transformer(model()),
         lambda labels=labels, padded=padded: tokens(labels, padded),

@@ -23,6 +23,7 @@ from tests.support.fit import fit
 STAGES = 3
 
 Reference = Literal["whole", "parts", "none"]
+How = Literal["whole", "parts", "none", "emulated", "ranks"]
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,15 @@ class Scenario:
         return self.arguments() if callable(self.arguments) else dict(self.arguments)
 
 
-SCENARIOS: dict[str, Scenario] = {}
+class Scenarios(dict[str, Scenario]):
+    """Scenarios by name."""
 
-
-def scenario(name: str, module: Callable[[], pl.LightningModule], batches: Callable[[], Any], **kwargs: Any) -> None:
-    """Add a scenario to :data:`SCENARIOS`."""
-    assert name not in SCENARIOS, name
-    SCENARIOS[name] = Scenario(module, batches, **kwargs)
+    def add(
+        self, name: str, module: Callable[[], pl.LightningModule], batches: Callable[[], Iterable[Any]], **kwargs: Any
+    ) -> None:
+        """Add a scenario; the arguments are those of :class:`Scenario`."""
+        assert name not in self, name
+        self[name] = Scenario(module, batches, **kwargs)
 
 
 @dataclass
@@ -100,12 +103,7 @@ class PartsOnOneDevice(SingleDeviceStrategy):
         return loss
 
 
-def run(
-    scenario: Scenario,
-    how: Literal["whole", "parts", "emulated", "ranks"],
-    seed: int = 1,
-    **strategy: Any,
-) -> Observed:
+def run(scenario: Scenario, how: How, seed: int = 1, **strategy: Any) -> Observed:
     """Train a scenario in float64.
 
     Args:
@@ -150,6 +148,33 @@ def observe(trainer: pl.Trainer, module: pl.LightningModule, losses: list[float]
     statistics = trainer.strategy.statistics() if isinstance(trainer.strategy, AsyncMultiPipeStrategy) else {}
     tensors = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     return Observed(tensors, losses, metrics, progress, getattr(module, "seen", None), statistics)
+
+
+def check_synchronous(scenario: Scenario) -> None:
+    """Without staleness, emulated devices do what one device does."""
+    expected = run(scenario, scenario.reference)
+    assert expected.losses
+    assert_same(run(scenario, "emulated", max_staleness=0), expected)
+
+
+def check_asynchronous(scenario: Scenario, same_length: bool = True) -> Observed:
+    """With staleness, every batch is trained once, the first one on the same weights.
+
+    Args:
+        scenario: what to train.
+        same_length: whether training ends when it does on one device.
+    """
+    found = run(scenario, "emulated")
+    if scenario.reference == "none":
+        expected = run(scenario, "emulated", num_stages=1)
+    else:
+        expected = run(scenario, scenario.reference)
+    if same_length:
+        assert found.progress == expected.progress
+        assert len(found.losses) == len(expected.losses)
+    assert abs(found.losses[0] - expected.losses[0]) <= 1e-9
+    assert found.statistics["max_staleness"] <= 1
+    return found
 
 
 def assert_same(one: Observed, other: Observed, tolerance: float = 1e-9) -> None:

@@ -1,0 +1,135 @@
+"""Real processes do what one process does that emulates them, and what one device does."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import rank_runs
+from tests.support.edges import STAGES, Observed, assert_close, assert_same, run
+from tests.support.launch import run_ranks
+from tests.support.rank_runs import SCENARIOS
+
+NAMES = list(SCENARIOS)
+
+
+def _everything(directory: Path) -> dict[str, Any]:
+    """What one rank does."""
+    return {
+        "scenarios": rank_runs.scenarios(NAMES),
+        "saved, synchronous": rank_runs.train_and_save(directory / "synchronous", "ranks", max_staleness=0),
+        "saved, asynchronous": rank_runs.train_and_save(directory / "asynchronous", "ranks"),
+        "csv": rank_runs.logged_to_csv(directory / "csv", "ranks", max_staleness=0),
+        "twice": rank_runs.fit_twice("ranks"),
+        "on": rank_runs.fit_on("ranks"),
+        "sampler": rank_runs.shuffled_by_sampler(),
+    }
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(directory: Path) -> list[dict[str, Any]]:
+    """What each of the ranks has observed."""
+    return run_ranks(_everything, STAGES, directory, timeout=280.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_asynchronous_training_equals_the_emulated(name, ranks):
+    expected = run(SCENARIOS[name], "emulated")
+    for rank in ranks:
+        found: Observed = rank["scenarios"][name]
+        assert_same(found, expected)
+        for key in ("stale_microbatches", "microbatches", "max_staleness", "steps"):
+            assert found.statistics[key] == expected.statistics[key]
+
+
+# Checkpoints
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    """A checkpoint without the names of directories."""
+    checkpoint: dict[str, Any] = torch.load(path, weights_only=False)
+    for state in checkpoint["callbacks"].values():
+        for key in [key for key in state if "path" in key or "dir" in key or key == "best_k_models"]:
+            del state[key]
+    return checkpoint
+
+
+def test_checkpoints_are_those_of_one_device(ranks, directory):
+    expected = rank_runs.train_and_save(directory / "one device", "parts")
+    names = sorted(path.name for path in (directory / "one device").iterdir())
+    assert names == sorted(path.name for path in (directory / "synchronous").iterdir())
+    assert len(names) == 6
+    for name in names:
+        assert_close(loaded(directory / "synchronous" / name), loaded(directory / "one device" / name), name)
+    for rank in ranks:
+        assert_same(rank["saved, synchronous"], expected, 1e-12)
+
+
+def test_saving_is_a_place_where_training_can_go_on(ranks, directory):
+    expected = rank_runs.train_and_save(directory / "emulated", "emulated")
+    for rank in ranks:
+        assert_same(rank["saved, asynchronous"], expected)
+    for path in (directory / "emulated").iterdir():
+        assert_close(loaded(directory / "asynchronous" / path.name), loaded(path), path.name)
+
+
+def test_a_checkpoint_loads_on_one_device_bit_for_bit(ranks, directory):
+    module = rank_runs.Saved.load_from_checkpoint(directory / "asynchronous" / "last.ckpt")
+    trained = ranks[0]["saved, asynchronous"].tensors
+    assert module.state_dict().keys() == trained.keys()
+    assert module.head.weight is module.net[3].head.weight
+    for name, tensor in module.double().state_dict().items():
+        assert torch.equal(tensor, trained[name]), name
+
+
+# Logging
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_logger_gets_each_value_once(ranks, directory):
+    expected = rank_runs.logged_to_csv(directory / "one device csv", "whole")
+    for rank in ranks:
+        assert_same(rank["csv"], expected)
+    found, wanted = rows(directory / "csv/metrics.csv"), rows(directory / "one device csv/metrics.csv")
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert (one[key] == other[key]) or float(one[key]) == pytest.approx(float(other[key]), abs=1e-9), key
+
+
+# Several fits
+
+
+@pytest.mark.parametrize(("key", "again"), [("twice", rank_runs.fit_twice), ("on", rank_runs.fit_on)])
+def test_a_module_can_be_fitted_again(key, again, ranks):
+    for expected, *found in zip(again("emulated"), *(rank[key] for rank in ranks), strict=True):
+        for observed in found:
+            assert_same(observed, expected)
+
+
+# Data
+
+
+def test_all_ranks_of_a_replica_see_each_epoch_in_one_order_of_its_own(ranks):
+    orders = ranks[0]["sampler"].seen
+    samples = sorted(orders[0])
+    assert len(orders) == 3
+    assert all(sorted(order) == samples for order in orders)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    for rank in ranks:
+        assert rank["sampler"].seen == orders
+        assert_same(rank["sampler"], ranks[0]["sampler"])
