@@ -1,11 +1,14 @@
-"""Every use of a private part of torch by the stage execution, in one place.
+"""Every use of a private part of torch, in one place.
 
 Each entry was checked on torch 2.13; ``tests/runtime/test_private.py`` fails first when one moves.
 
+* ``_unsafe_preserve_version_counter``, for :func:`preserve_versions`: updates between a forward and its backward.
+* ``clip_grad._get_total_norm``, for :func:`patched_total_norm`: norms of gradients over all ranks.
+* ``distributed_c10d._get_default_store``, for :func:`default_store`: a store for failures and standpoints.
 * ``Module._compiled_call_impl``, for :func:`intercept`: a call of a module, hooks included.
 * ``Module._forward_hooks`` and its like, for :func:`without_hooks`: trial runs of a module.
 * Frames of ``torch/utils/checkpoint.py``, for :func:`checkpoint_frames`: what a backward runs
-again.
+  again.
 * ``FakeTensorMode``, for :func:`fake_mode`: shapes of results without computing.
 * ``TorchDispatchMode``, for ``runtime/trace.py``: every operation of a step.
 * ``UntypedStorage._cdata``, for :func:`storage_key`: the identity of a storage.
@@ -15,9 +18,10 @@ again.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
@@ -28,6 +32,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import grad_mode
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 CallImpl = Callable[..., Any]
@@ -221,3 +227,66 @@ def parameter_slots(module: nn.Module) -> list[tuple[Any, Any, Tensor]]:
         flat = module._flat_weights
         slots.extend((flat, i, weight) for i, weight in enumerate(flat) if weight is not None)
     return slots
+
+
+@contextmanager
+def preserve_versions(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let in-place writes in here pass autograd's version check: an update between a forward and its backward.
+
+    ``torch.autograd._unsafe_preserve_version_counter``, checked on torch 2.13.
+    """
+    if not tensors:
+        yield
+        return
+    with grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
+        yield
+
+
+@contextmanager
+def patched_total_norm(total_norm: Callable[..., Tensor]) -> Iterator[None]:
+    """Replace the function by which torch's clipping utilities compute a norm.
+
+    ``torch.nn.utils.clip_grad._get_total_norm``, which ``clip_grad_norm_`` looks up at each call, so that it is found
+    however the user imported the latter. Checked on torch 2.13.
+
+    Args:
+        total_norm: called as the original with the original as keyword `local`.
+    """
+    from torch.nn.utils import clip_grad
+
+    original = clip_grad._get_total_norm
+
+    def replacement(*args: Any, **kwargs: Any) -> Tensor:
+        return total_norm(*args, **kwargs, local=original)
+
+    clip_grad._get_total_norm = replacement
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm = original
+
+
+def default_store() -> Any:
+    """The store of the default process group.
+
+    ``torch.distributed.distributed_c10d._get_default_store``, checked on torch 2.13.
+    """
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+_stores = itertools.count()
+
+
+def own_store(purpose: str) -> Any:
+    """A part of the default store, over a connection of its own where there is one to be had.
+
+    All ranks get the same part if they ask in the same order.
+    """
+    store = default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if hasattr(store, "clone"):
+        store = store.clone()
+    return PrefixStore(f"asyncpipe/{purpose}/{next(_stores)}", store)

@@ -22,20 +22,20 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_asyncpipe._internals import default_store, own_store, preserve_versions
+from lightning_asyncpipe._private import default_store, own_store, preserve_versions
 from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration import guards, internals
 from lightning_asyncpipe.integration.assembly import Assembly, assemble
@@ -54,8 +54,8 @@ from lightning_asyncpipe.runtime.failure import FailureBoard
 from lightning_asyncpipe.runtime.loopback import LoopbackNetwork
 from lightning_asyncpipe.runtime.ownership import Ownership
 from lightning_asyncpipe.runtime.stages import StageRunner
-from lightning_asyncpipe.runtime.standpoint import Standpoints
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
+from lightning_asyncpipe.runtime.standpoint import Standpoints
 from lightning_asyncpipe.runtime.stash import WeightStash
 
 

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_asyncpipe.errors import CutError
 from lightning_asyncpipe.integration import guards, internals
@@ -24,16 +25,16 @@ from lightning_asyncpipe.integration.lookahead import install
 from lightning_asyncpipe.integration.stepcall import StepCall
 from lightning_asyncpipe.integration.steps import Executor, TrainingSteps, fewest_samples
 from lightning_asyncpipe.integration.world import World
-from lightning_asyncpipe.plan.geometry import Geometry
 from lightning_asyncpipe.plan.costs import Costs
+from lightning_asyncpipe.plan.geometry import Geometry
 from lightning_asyncpipe.plan.schedule import Planner
 from lightning_asyncpipe.runtime import microbatch
 from lightning_asyncpipe.runtime.buffers import RunningStatistics
-from lightning_asyncpipe.runtime.cuts import choose_cuts, find_cuts
+from lightning_asyncpipe.runtime.candidates import find_cuts
 from lightning_asyncpipe.runtime.hollow import hollow
 from lightning_asyncpipe.runtime.ownership import Ownership, ParameterInfo, assign
-from lightning_asyncpipe.runtime.program import StageProgram, build_program
-from lightning_asyncpipe.runtime.proof import confirm, prove
+from lightning_asyncpipe.runtime.program import StageProgram
+from lightning_asyncpipe.runtime.proof import proven_program
 from lightning_asyncpipe.runtime.stages import StageRunner, StageTask
 from lightning_asyncpipe.runtime.trace import trace_step
 
@@ -245,14 +246,12 @@ def _cut(
             )
     finally:
         statistics.end()
-    candidates = find_cuts(trace)
-    task = StageTask(arguments)
     names = None if isinstance(strategy.cuts, str) else list(strategy.cuts)
-    if geometry.num_stages > 1 and names is None:
-        candidates = confirm(candidates, module, call, task, context)
-    program = build_program(candidates, choose_cuts(candidates, geometry.num_stages, names))
-    if geometry.num_stages > 1:
-        prove(module, program, call, task, context, loss=None)
+    program = proven_program(
+        find_cuts(trace), geometry.num_stages, module, call, StageTask(arguments), names, context
+    )
+    for metric in (m for m in module.modules() if isinstance(m, Metric)):
+        metric.reset()  # what the runs above told it is not training
     return program
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asyncpipe._internals import patched_total_norm
+from lightning_asyncpipe._private import patched_total_norm
 
 
 @contextmanager

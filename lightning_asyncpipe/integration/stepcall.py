@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_asyncpipe.integration import outputs
@@ -37,10 +38,15 @@ class StepCall:
         self._outputs: dict[int, dict[int, MicroBatchOutput]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """The step itself, as stages run it."""
-        self._recorder = Recorder(microbatch.batch_size(args[0]))
+        """The step itself, as stages run it.
+
+        It gets a copy of its micro-batch: it may write to it (``batch.pop("labels")``, ``x += noise``), and the same
+        micro-batch is run again after a flush.
+        """
+        batch = apply_to_collection(args[0], Tensor, torch.clone)
+        self._recorder = Recorder(microbatch.batch_size(batch))
         with self._recorder.recording(self._module), self._growth.watching():
-            return self._module.training_step(*args)
+            return self._module.training_step(batch, *args[1:])
 
     def keep(self, work: Work, index: int, size: int, replica: int, value: Any) -> Tensor:
         """Take down what the step of one micro-batch gave on its last stage; returns its loss with its graph."""

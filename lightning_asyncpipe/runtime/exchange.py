@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_asyncpipe._internals import preserve_versions
+from lightning_asyncpipe._private import preserve_versions
 from lightning_asyncpipe.plan.placement import Placement
 from lightning_asyncpipe.runtime.channels import MessageKey, Transport
 from lightning_asyncpipe.runtime.gradients import (

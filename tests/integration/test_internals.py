@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_asyncpipe._internals import patched_total_norm, preserve_versions
+from lightning_asyncpipe._private import patched_total_norm, preserve_versions
 from lightning_asyncpipe.integration import internals
 
 
