@@ -273,6 +273,8 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         guards.check_module(self.lightning_module, trainer)
         guards.check_precision(self.precision_plugin)
+        if self.world.size > 1:
+            guards.leave_exceptions_unsaved(trainer)
 
     def hosted_by_this_process(self, ownership: Ownership) -> frozenset[str]:
         """Names of the parameters that this process keeps."""
@@ -421,15 +423,14 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model on rank 0; a flush point, since what is saved must be a trajectory that can go on."""
         assert self.lightning_module is not None
-        assembly = self._assembly
-        if assembly is not None:
-            assembly.steps.flush()
-            return assembly.whole.state_dict()
-        if self._failed:
+        if self._has_failed:
             raise PipelineError(
-                "the weights cannot be saved: training failed, and every process holds a part of them only. Go on from "
-                "the last checkpoint."
+                "the weights cannot be saved: training has failed, and every process holds a part of them only. Go on "
+                "from the last checkpoint."
             )
+        if self._assembly is not None:
+            self._assembly.steps.flush()
+            return self._assembly.whole.state_dict()
         return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -451,17 +452,17 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
     ) -> Tensor | Any:
-        guards.forbid_in_step("strategy.reduce")
+        self._begin_collective("strategy.reduce")
         if isinstance(tensor, Tensor):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        guards.forbid_in_step("self.all_gather")
+        self._begin_collective("self.all_gather")
         return super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, name: str | None = None) -> None:
-        guards.forbid_in_step("strategy.barrier")
+        self._begin_collective("strategy.barrier")
         if not _distributed_is_initialized():
             return
         if torch.distributed.get_backend() == "nccl":
@@ -470,8 +471,20 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
             torch.distributed.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        guards.forbid_in_step("strategy.broadcast")
+        self._begin_collective("strategy.broadcast")
         return self.world.broadcast(obj, src)
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether several ranks hold parts of a run that has failed, here or elsewhere."""
+        if self._world is None or self._world.size == 1:
+            return False
+        return self._failed or (self._board is not None and self._board.failure is not None)
+
+    def _begin_collective(self, call: str) -> None:
+        guards.forbid_in_step(call)
+        if self._has_failed:
+            raise PipelineError(f"`{call}` was called after the run had failed: the other ranks do not answer any more")
 
     # The end
 

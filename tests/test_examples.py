@@ -99,7 +99,7 @@ SMALL_GPT = ("--width", 16, "--depth", 4, "--heads", 2, "--length", 16, "--steps
 
 
 def test_the_gpt_trains_pipelined_and_on_one_device(tmp_path: Path) -> None:
-    output = run(tmp_path, "examples/train_gpt.py", "--compare", "--devices", 2, *SMALL_GPT)
+    output = run(tmp_path, "examples/train_gpt.py", "--compare", "--devices", 4, *SMALL_GPT)
     losses = [
         float(re.search(rf"{name} +(\d\.\d+)", output).group(1))  # type: ignore[union-attr]
         for name in ("pipelined", "one device")

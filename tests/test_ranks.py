@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from tests.support import rank_runs
+from tests.support.edge_data import Points, Tower
+from tests.support.edge_models import NormTower
 from tests.support.edges import STAGES, Observed, assert_close, assert_same, run
 from tests.support.launch import run_ranks
-from tests.support.rank_runs import SCENARIOS
+from tests.support.rank_runs import REPLICA_BATCH, REPLICA_EPOCHS, SCENARIOS
 
 SAME_TO_RANKS = {
     # What these do is done before or behind the ranks, and one process has shown that it works.
@@ -57,7 +62,7 @@ def _everything(directory: Path) -> dict[str, Any]:
         "csv": rank_runs.logged_to_csv(directory / "csv", "ranks", max_staleness=0),
         "twice": rank_runs.fit_twice("ranks"),
         "on": rank_runs.fit_on("ranks"),
-        "sampler": rank_runs.shuffled_by_sampler(),
+        "sampler": rank_runs.with_lightnings_sampler(Tower),
     }
 
 
@@ -98,7 +103,7 @@ def test_checkpoints_are_those_of_one_device(ranks, directory):
     expected = rank_runs.train_and_save(directory / "one device", "parts")
     names = sorted(path.name for path in (directory / "one device").iterdir())
     assert names == sorted(path.name for path in (directory / "synchronous").iterdir())
-    assert len(names) == 6
+    assert len(names) == 8
     for name in names:
         assert_close(loaded(directory / "synchronous" / name), loaded(directory / "one device" / name), name)
     for rank in ranks:
@@ -114,12 +119,16 @@ def test_saving_is_a_place_where_training_can_go_on(ranks, directory):
 
 
 def test_a_checkpoint_loads_on_one_device_bit_for_bit(ranks, directory):
-    module = rank_runs.Saved.load_from_checkpoint(directory / "asynchronous" / "last.ckpt")
+    path = directory / "asynchronous" / "final.ckpt"
     trained = ranks[0]["saved, asynchronous"].tensors
-    assert module.state_dict().keys() == trained.keys()
+    saved = loaded(path)["state_dict"]
+    assert list(saved) == list(trained)
+    assert all(torch.equal(saved[name], trained[name]) for name in trained)
+    module = rank_runs.Saved.load_from_checkpoint(path)
+    assert module.rate == 1e-2
     assert module.head.weight is module.net[3].head.weight
-    for name, tensor in module.double().state_dict().items():
-        assert torch.equal(tensor, trained[name]), name
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, trained[name].to(tensor.dtype)), name
 
 
 # Logging
@@ -156,11 +165,87 @@ def test_a_module_can_be_fitted_again(key, again, ranks):
 
 
 def test_all_ranks_of_a_replica_see_each_epoch_in_one_order_of_its_own(ranks):
-    orders = ranks[0]["sampler"].seen
-    samples = sorted(orders[0])
-    assert len(orders) == 3
-    assert all(sorted(order) == samples for order in orders)
-    assert orders[0] != orders[1] != orders[2] != orders[0]
+    orders = [sum(epoch, []) for epoch in ranks[0]["sampler"].seen]
+    samples = sorted(Points(38).y.tolist())
+    assert [sorted(order) for order in orders] == [samples] * REPLICA_EPOCHS
+    assert orders[0] != orders[1]
     for rank in ranks:
-        assert rank["sampler"].seen == orders
         assert_same(rank["sampler"], ranks[0]["sampler"])
+
+
+# Replicas
+
+REPLICAS = {"num_stages": 2, "data_parallel_size": 2}
+
+
+def _replicated() -> dict[str, Observed]:
+    """What each of four ranks does."""
+    return {
+        "synchronous": rank_runs.with_lightnings_sampler(NormTower, **REPLICAS, max_staleness=0),
+        "asynchronous": rank_runs.with_lightnings_sampler(NormTower, **REPLICAS),
+    }
+
+
+@pytest.fixture(scope="module")
+def replicas() -> list[dict[str, Observed]]:
+    """What each rank of two replicas of two stages has observed."""
+    return run_ranks(_replicated, 4, timeout=280.0)
+
+
+def shares(replica: int) -> list[list[list[float]]]:
+    """The targets that a replica sees by the samplers of DistributedDataParallel, by epoch and batch."""
+    sampler = DistributedSampler(Points(38), num_replicas=2, rank=replica, shuffle=True, seed=0)
+    loader = DataLoader(Points(38), REPLICA_BATCH, sampler=sampler)
+    epochs = []
+    for epoch in range(REPLICA_EPOCHS):
+        sampler.set_epoch(epoch)
+        epochs.append([y.tolist() for _, y in loader])
+    return epochs
+
+
+def test_replicas_see_their_shares(replicas):
+    for rank, found in enumerate(replicas):
+        for run_of_rank in found.values():
+            assert run_of_rank.seen == shares(rank // 2)
+
+
+def test_synchronous_replicas_equal_one_device_with_all_their_batches(replicas):
+    torch.manual_seed(1)
+    module = rank_runs.Remembers(NormTower()).double()
+    optimizer = module.configure_optimizers()
+    points = Points(38)
+    row = {y: i for i, y in enumerate(points.y.tolist())}
+    losses = []
+    for epoch in range(REPLICA_EPOCHS):
+        batches = list(zip(shares(0)[epoch], shares(1)[epoch], strict=True))
+        for index, both in enumerate(batches):
+            total = 0.0
+            for replica, targets in enumerate(both):
+                buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+                rows = [row[y] for y in targets]
+                for part in (rows[: (len(rows) + 1) // 2], rows[(len(rows) + 1) // 2 :]) if len(rows) > 3 else (rows,):
+                    loss = F.mse_loss(module.net(points.x[part]), points.y[part]) * len(part) / len(rows) / 2
+                    (loss / 2).backward()
+                    total += float(loss)
+                if replica:  # the statistics of the first replica are those of the run, as with DDP
+                    for name, buffer in module.named_buffers():
+                        buffer.copy_(buffers[name])
+            losses.append(total)
+            if index % 2 or index == len(batches) - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    for rank in replicas:
+        found = rank["synchronous"]
+        assert_close(found.tensors, dict(module.state_dict()), "tensors")
+        assert_close(found.losses, losses, "losses")
+
+
+def test_asynchronous_replicas_stay_equal(replicas):
+    first = replicas[0]["asynchronous"]
+    assert 0 < first.statistics["stale_share"] < 1
+    assert first.statistics["max_staleness"] == 1
+    for rank in replicas:
+        found = rank["asynchronous"]
+        assert_close(found.tensors, first.tensors, "tensors", 0.0)
+        assert found.losses == first.losses
+        assert found.metrics == first.metrics

@@ -1,16 +1,24 @@
-"""Lists of a module that grow in ``training_step``: ``self.outs.append(x)``."""
+"""What ``training_step`` keeps in attributes of its module.
+
+Lists that grow, ``self.outs.append(x)``, grow on every rank by what the last stages appended. Other attributes that the
+step sets are named in a warning: the step runs once for each micro-batch and stage, so they differ between ranks.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch import LightningModule
 
 from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration.outputs import MicroBatchOutput, detached
+
+
+_NOT_THE_USERS = ("_hparams", "_metric_attributes", "log")  # what Lightning sets, or this package, in a step
 
 
 class _Before(NamedTuple):
@@ -28,12 +36,14 @@ class GrowthWatch:
 
     Appends are seen on the list itself (``append``, ``extend``, ``+=``) and where the attribute is
     replaced by a longer list (``self.outs = self.outs + [x]``). An attribute that is replaced by
-    something else is left alone, like every other attribute that ``training_step`` sets.
+    something else is left alone, like every other attribute that ``training_step`` sets; a warning
+    names each once.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._grown: dict[str, list[Any]] = {}
+        self._named: set[str] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -49,6 +59,7 @@ class GrowthWatch:
             for name, value in vars(self._module).items()
             if isinstance(value, (list, deque))
         }
+        others = {name: _state(value) for name, value in vars(self._module).items() if name not in before}
         try:
             yield
         except Exception:
@@ -56,8 +67,10 @@ class GrowthWatch:
         except BaseException:  # a stage that is not the last leaves `training_step` this way
             self._restore(before)
             self._grown = {}  # it may hold a graph
+            self._name_changes(others)
             raise
         self._restore(before)
+        self._name_changes(others)
 
     def take(self) -> dict[str, list[Any]]:
         """What the micro-batch watched last appended, detached, by attribute.
@@ -73,6 +86,21 @@ class GrowthWatch:
             for name, tail in output.grown.items():
                 vars(self._module).setdefault(name, []).extend(tail)
 
+    def _name_changes(self, before: dict[str, Any]) -> None:
+        """Warn of attributes that were set, and of dicts that grew, each once."""
+        for name, value in vars(self._module).items():
+            if name in self._named or name in _NOT_THE_USERS or isinstance(value, (list, deque)):
+                continue
+            if name in before and _same(before[name], _state(value)):
+                continue
+            self._named.add(name)
+            rank_zero_warn(
+                f"`training_step` changes `self.{name}`. It runs once for each micro-batch and stage, on each rank for "
+                "its own ones, and early for some of the next batch, so the value is not that of the batch and differs "
+                "between ranks. Let neither the loss nor a hook depend on it; return what you need from "
+                "`training_step`, append it to a list, or count in `on_train_batch_end`."
+            )
+
     def _restore(self, before: dict[str, _Before]) -> None:
         attributes = vars(self._module)
         for name, was in before.items():
@@ -86,6 +114,17 @@ class GrowthWatch:
             if tail:
                 attributes[name] = was.held
                 self._grown[name] = tail
+
+
+def _state(value: Any) -> Any:
+    """What tells a change of an attribute: the value itself, for a dict how much is in it."""
+    if type(value) in (dict, defaultdict):
+        return len(value), sum(len(entry) for entry in value.values() if isinstance(entry, (list, deque)))
+    return value
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, (int, float, str, tuple)) and one == other)
 
 
 def _before(held: list[Any] | deque[Any]) -> _Before:

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -215,6 +224,28 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
             f"{where} is not supported: the ranks of a pipeline run a layer at different times. "
             "Use BatchNorm, whose statistics are those of a micro-batch, or GroupNorm or LayerNorm."
         )
+    _check_callbacks(trainer)
+
+
+def _check_callbacks(trainer: Trainer) -> None:
+    """Refuse Lightning's callbacks that need the whole model on every rank."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise MisconfigurationException(
+                f"`{name}` is not supported: it averages the weights that its rank sees, and each rank holds a part of "
+                "the model. Average the weights of checkpoints (`ModelCheckpoint(every_n_train_steps=...)`) instead."
+            )
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"`{name}` is not supported: it compares weights of the whole model, and each rank holds a part of it. "
+                "Prune a checkpoint on one device, and go on training from it."
+            )
+        if isinstance(callback, BaseFinetuning):
+            raise MisconfigurationException(
+                f"`{name}` is not supported: which parameters are trained is part of the pipelines' plan. Freeze before "
+                "`fit`; to unfreeze layers later, end the `fit` (`max_epochs`) and start another one on the same module."
+            )
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -236,6 +267,27 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 "LBFGS is not supported: it evaluates the loss several times in a step, and a "
                 "batch passes the pipeline once. Use one that evaluates it once, such as AdamW."
             )
+
+
+def leave_exceptions_unsaved(trainer: Trainer) -> None:
+    """Keep Lightning's callbacks from saving when an exception ends the run; warns where one would.
+
+    Each process holds a part of the model then, and the others do not answer any more.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
+            callback.save_on_exception = False
+            setting = "`ModelCheckpoint(save_on_exception=True)`"
+        elif isinstance(callback, OnExceptionCheckpoint):
+            callback.on_exception = lambda *_, **__: None  # type: ignore[method-assign]
+            setting = "`OnExceptionCheckpoint`"
+        else:
+            continue
+        rank_zero_warn(
+            f"{setting} has no effect: after an exception each process holds a part of the model "
+            "only, and the others cannot be asked for theirs. Save during training, for example "
+            "with `ModelCheckpoint(every_n_train_steps=...)`."
+        )
 
 
 def overrides_train_batch_start(trainer: Trainer) -> str | None:

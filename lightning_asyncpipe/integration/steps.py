@@ -18,6 +18,7 @@ from lightning_asyncpipe.integration import guards, internals
 from lightning_asyncpipe.integration.agreement import Agreement
 from lightning_asyncpipe.integration.lookahead import LookAheadFetcher
 from lightning_asyncpipe.integration.stepcall import StepCall
+from lightning_asyncpipe.integration.watch import ParameterWatch
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.geometry import Geometry
 from lightning_asyncpipe.plan.segment import SegmentPlan
@@ -105,6 +106,7 @@ class TrainingSteps:
         self._look_ahead = look_ahead
         self._termination = internals.Termination(trainer)
         self._agreement = Agreement(world, geometry)
+        self._parameters = ParameterWatch(trainer.lightning_module)
         self._upcoming: tuple[Any, Work] | None = None
         self.ends_window = False
         self.count = 0
@@ -115,6 +117,7 @@ class TrainingSteps:
         Returns:
             What the user's step returned, over all micro-batches; the same on every rank.
         """
+        self._parameters.check()
         index = internals.total_batch_index(self._trainer)
         self.ends_window = internals.step_follows(self._trainer)
         current = self._begun(batch)

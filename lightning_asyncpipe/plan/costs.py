@@ -14,7 +14,7 @@ class Costs:
         forward, backward, input_grad, weight_grad: per stage; a whole backward is its two halves together.
         message: from the issue of a send until the tensor can be used, whichever pair of devices.
         reduce: from a device's ``REDUCE`` of a stage until its gradients are with their owners.
-        update: from the last owner's being ready to step until new weights are on every host.
+        update: from the end of the segment, or of a reduction that takes longer, until new weights are on every host.
 
     Raises:
         ValueError: for lengths that differ, negative or non-finite values, or halves that do not add up.

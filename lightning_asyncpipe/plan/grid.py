@@ -18,9 +18,9 @@ from lightning_asyncpipe.plan.validator import validate
 def render(placement: Placement, segments: Sequence[SegmentPlan]) -> str:
     """Consecutive segments as a grid: devices are rows, columns are units of time.
 
-    The costs are those of the field's figures: a forward takes one column, a backward two, its halves one each, messages
-    nothing. A cell shows the kind and the micro-batch (``F5``), which tells the pipeline, with ``+`` for an early forward
-    of the next batch; ``==`` continues the action to its left, ``.`` is idle, and ``|`` begins a segment.
+    The costs are those of the field's figures: a forward takes one column, a backward two, its halves one each,
+    messages nothing. A cell shows the kind and the micro-batch (``F5``), which tells the pipeline, with ``+`` for an
+    early forward of the next batch; ``==`` continues the action to its left, ``.`` is idle, and ``|`` begins a segment.
     """
     timeline = execute(placement, segments, Costs.uniform(placement.num_stages))
     columns = math.ceil(max((timed.end for line in timeline for timed in line), default=0.0))

@@ -8,7 +8,7 @@ earlier; a micro-batch then takes ``k * (a + c)`` of them, which the bound in fl
 backwards ``c``, so that both must be prime to ``k``.
 
 The part's pattern is found in a reservation table: every device's time, modulo the period, must be filled by one
-forward and one backward of each of the part's pipelines. Forwards take 1 unit and backwards 2, as the even flows have it.
+forward and one backward of each of the part's pipelines. Forwards take 1 unit and backwards 2, as in the even flows.
 """
 
 from __future__ import annotations

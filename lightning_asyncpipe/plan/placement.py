@@ -1,7 +1,7 @@
 """Which device runs which stage of which pipeline.
 
-Each pipeline is a rotation of the device order, run down (stage ``s`` after stage ``s - 1`` on the next higher device) or
-up (on the next lower one), so that it visits every device exactly once and every device hosts one stage of every
+Each pipeline is a rotation of the device order, run down (stage ``s`` after stage ``s - 1`` on the next higher device)
+or up (on the next lower one), so that it visits every device exactly once and every device hosts one stage of every
 pipeline. Half of the pipelines run in each direction, from evenly spread starts.
 """
 

@@ -1,9 +1,9 @@
 """Priority rules for the list scheduler, and small changes to them.
 
 A rule is a table of keys (``listing.Keys``). Some are the usual ones: backward first, forward first, oldest
-micro-batch first, longest remaining path first. The others give every operation a due time from
-an even flow: pipelines enter one after another, micro-batches advance at a fixed pace, slower than they
-could, and whatever is most overdue goes first. An even flow keeps the two directions from bunching up.
+micro-batch first, longest remaining path first. The others give every operation a due time from an even flow:
+pipelines enter one after another, micro-batches advance at a fixed pace, slower than they could, and whatever is most
+overdue goes first. An even flow keeps the two directions from bunching up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Policy(NamedTuple):
     Attributes:
         name: what it is called.
         keys: the priorities.
-        overrun: how long past its horizon a device may run early forwards, in average forwards.
+        overrun: how long early forwards may go on after the last device is done, in average forwards.
         limit: the most early forwards of a device.
     """
 

@@ -2,10 +2,10 @@
 
 The model assumes no buffering: between two devices a send is complete when its receive has been issued too, and the
 operations of a pair of devices, in both directions, are matched in the order in which each side issues them (NCCL's
-rule). Sends and receives are issued without waiting. A computation waits for what it receives. The next segment begins on
-all devices at once: ranks exchange what their micro-batches gave at the end of each. An ``UPDATE`` waits for the step
-between them. Whether a set of lists gets stuck under these rules does not depend on how fast anything is, so that one
-execution proves it for all.
+rule). Sends and receives are issued without waiting. A computation waits for what it receives. The next segment begins
+on all devices at once: ranks exchange what their micro-batches gave at the end of each. An ``UPDATE`` waits for the
+step between them. Whether a set of lists gets stuck under these rules does not depend on how fast anything is, so that
+one execution proves it for all.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _RECEIVE_OF = {
 def execute(placement: Placement, segments: Sequence[SegmentPlan], costs: Costs) -> list[list[Timed]]:
     """Runs the lists until all are done; returns each device's actions with their times, from 0 on.
 
-    Messages take ``costs.message`` from the time that both sides and all earlier messages of the pair allow. New weights
-    of a stage arrive ``costs.update`` after the segments meet and the stage's last reduction, of ``costs.reduce``, is in.
+    Messages take ``costs.message`` from the time that both sides and all earlier messages of the pair allow. New
+    weights of a stage arrive ``costs.update`` after all devices have left the segment before and the stage's last
+    reduction, which takes ``costs.reduce``, is in.
 
     Raises:
         ScheduleError: when two operations that meet do not belong together, or when devices block each other; the

@@ -51,8 +51,8 @@ class Replay(NamedTuple):
 def replay(tables: Tables, order: Order, carried: Sequence[int], steps: bool, starts: Starts) -> Replay:
     """Runs the operations in their order, each as soon as its device, its input and its weights allow.
 
-    The next segment begins on all devices at once: ranks exchange what their micro-batches gave at the end of each. A step
-    waits for the last reduction of each stage, and its weights for the step.
+    The next segment begins on all devices at once: ranks exchange what their micro-batches gave at the end of each. A
+    step waits for the last reduction of each stage, and its weights for the step.
     """
     stages, slots, last = tables.stages, tables.pipelines * tables.stages, tables.stages - 1
     device_of, message = tables.device, tables.message

@@ -64,7 +64,7 @@ class Planner:
     def _plan(self, spec: SegmentSpec) -> SegmentPlan:
         current, early = run_segment(
             self._tables,
-            self._choice(spec).policy,
+            self.choice(spec).policy,
             spec.microbatches,
             spec.ahead,
             spec.carried,
@@ -72,7 +72,7 @@ class Planner:
         )
         return emit(self._tables, spec, current, early)
 
-    def _choice(self, spec: SegmentSpec) -> Choice:
+    def choice(self, spec: SegmentSpec) -> Choice:
         """The policy for segments of this size, chosen for a stream of equal ones."""
         streaming = spec.ahead > 0 or any(spec.carried)
         key = spec.microbatches, streaming, spec.steps

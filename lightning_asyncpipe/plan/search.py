@@ -19,7 +19,7 @@ from lightning_asyncpipe.plan.policies import (
     even_flows,
     perturbed,
 )
-from lightning_asyncpipe.plan.steady import SteadyState, settle
+from lightning_asyncpipe.plan.steady import SteadyState, outlook, settle
 from lightning_asyncpipe.plan.tables import Tables
 
 EFFORT = 300_000
@@ -89,9 +89,9 @@ class _Search:
         work = sum(sum(row) for row in rows) / tables.stages
         self.ideal = work * microbatches / tables.pipelines
         self.front: list[Choice] = []  # no other is both faster and less early
-        operations = (3 if tables.split else 2) * microbatches * tables.stages
+        self.operations = (3 if tables.split else 2) * microbatches * tables.stages
         fewest, most = _SEGMENTS
-        self.segments = min(most, max(fewest, effort // _SHARE // operations))
+        self.segments = min(most, max(fewest, effort // _SHARE // self.operations))
 
     def spent(self) -> bool:
         """Whether to stop: no effort left, or nothing left to gain."""
@@ -119,15 +119,11 @@ class _Search:
         """Policies in the order in which to try them; later ones build on the best so far."""
         overruns = _OVERRUNS if self.ahead else _OVERRUNS[:1]
         unlimited = self.tables.max_in_flight * self.tables.pipelines
-        flows, rules = list(even_flows(self.tables)), list(self.first_rules())
-        for part, some, extra in (
-            (0.6, rules, overruns[:2]),
-            (0.35, flows, overruns[:2]),
-            (0.3, rules, overruns[2:]),
-        ):
-            for name, keys in some:
+        rules = self.shortlist()
+        for extra in (overruns[:2], overruns[2:]):
+            for name, keys in rules:
                 for overrun in extra:
-                    if self.left > part * self.effort:
+                    if self.left > 0.25 * self.effort or not self.front:
                         yield Policy(name, keys, overrun, unlimited)
         if self.ahead:
             yield from self.fewer_early()
@@ -144,11 +140,23 @@ class _Search:
                 limit = generator.below(min(unlimited, 2 * limit) + 1)
             yield Policy(policy.name, keys, overrun, limit)
 
-    def first_rules(self) -> Iterator[tuple[str, Keys]]:
-        pattern = None if self.tables.split else lattice(self.tables.placement, self.tables.max_in_flight)
-        if pattern is not None:
-            yield "lattice", pattern
-        yield from classic_rules(self.tables)
+    def shortlist(self) -> list[tuple[str, Keys]]:
+        """All rules; where there is not the effort to settle them all, the most promising ones first."""
+        rules: list[tuple[str, Keys]] = []
+        if not self.tables.split:
+            pattern = lattice(self.tables.placement, self.tables.max_in_flight)
+            rules += [] if pattern is None else [("lattice", pattern)]
+        rules += [*classic_rules(self.tables), *even_flows(self.tables)]
+        if len(rules) * self.segments * self.operations < self.effort / 2:
+            return rules
+        ranked = []
+        for rank, (_, keys) in enumerate(rules):
+            time, operations = outlook(self.tables, keys, self.microbatches)
+            self.left -= operations
+            ranked.append((time, rank))
+            if self.left < self.effort / 2:
+                break
+        return [rules[rank] for _, rank in sorted(ranked)]
 
     def fewer_early(self) -> Iterator[Policy]:
         """The fastest policies again, with ever higher limits on early forwards."""

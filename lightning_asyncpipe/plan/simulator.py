@@ -1,7 +1,7 @@
 """What a chain of segments costs: time, idle time, memory and staleness.
 
-The times are those of ``rendezvous.execute``: computations of a device one after another, messages with a latency and in
-the order of their pair, and optimizer steps as a synchronisation of the hosts of each stage.
+The times are those of ``rendezvous.execute``: computations of a device one after another, messages with a latency and
+in the order of their pair, segments that begin on all devices at once, with new weights after a step.
 """
 
 from __future__ import annotations

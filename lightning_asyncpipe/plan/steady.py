@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_asyncpipe.plan.listing import list_batch
+from lightning_asyncpipe.plan.listing import Keys, list_batch
 from lightning_asyncpipe.plan.lookahead import early_forwards
 from lightning_asyncpipe.plan.policies import Policy
 from lightning_asyncpipe.plan.replay import Order, Starts, replay
 from lightning_asyncpipe.plan.tables import FORWARD, Operation, Tables
+
+_OUTLOOK = 6
+"""Rounds of a batch that tell what the rest of it will be like."""
 
 
 def run_segment(
@@ -37,9 +40,7 @@ class SteadyState(NamedTuple):
     operations: int
 
 
-def settle(
-    tables: Tables, policy: Policy, microbatches: int, ahead: int, steps: bool, segments: int
-) -> SteadyState:
+def settle(tables: Tables, policy: Policy, microbatches: int, ahead: int, steps: bool, segments: int) -> SteadyState:
     """Repeats a segment until its state (carry and starts) recurs, or for a number of segments."""
     carried: tuple[int, ...] = ()
     starts = Starts((0.0,) * tables.stages, ())
@@ -67,5 +68,26 @@ def settle(
         early_slots = (slot for _, slot, microbatch in order.operations if microbatch >= microbatches)
         most = max(most, *Counter(tables.device[slot] for slot in early_slots).values(), 0)
     early_count = sum(sum(order.carry) for order in period)
-    # The weights of the step after the last segment of a period are waited for in the first one.
     return SteadyState(sum(lengths[first:]) / len(period), early_count / len(period), most, operations)
+
+
+def outlook(tables: Tables, keys: Keys, microbatches: int) -> tuple[float, int]:
+    """An estimate of the time of a batch from its first rounds, and how many operations were simulated for it.
+
+    A short batch is simulated as it is, without a carry; a long one is taken to go on at the pace that it has reached.
+    """
+    first = min(microbatches, _OUTLOOK * tables.pipelines)
+    operations = list_batch(tables, keys, first, ())
+    makespan = max(end for _, end, _, _, _ in operations)
+    if first < microbatches:
+        per_device = len(operations) // tables.stages
+        reached = [[0.0, 0.0] for _ in range(tables.stages)]
+        counts = [0] * tables.stages
+        for _, end, _, slot, _ in operations:
+            device = tables.device[slot]
+            counts[device] += 1
+            if counts[device] in (per_device // 3, per_device * 5 // 6):
+                reached[device][counts[device] > per_device // 3] = end
+        pace = sum(end - begin for begin, end in reached) / tables.stages / (first * (5 / 6 - 1 / 3))
+        makespan += pace * (microbatches - first)
+    return makespan, len(operations)

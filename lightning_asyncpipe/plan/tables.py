@@ -36,5 +36,4 @@ class Tables:
         self.weight = [costs.weight_grad[s] if split_backward else 0.0 for _, s in slots]
         self.message = costs.message if stages > 1 else 0.0
         self.mean_forward = sum(costs.forward) / stages
-        self.hosts = [placement.hosts(s) for s in range(stages)]
         self.hosted = [placement.hosted(d) for d in range(stages)]

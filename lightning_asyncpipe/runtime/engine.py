@@ -19,6 +19,7 @@ from lightning_asyncpipe.errors import PipelineError, ScheduleError
 from lightning_asyncpipe.plan.actions import Action, Kind
 from lightning_asyncpipe.plan.placement import Placement
 from lightning_asyncpipe.plan.schedule import Planner, SegmentPlan, SegmentSpec
+from lightning_asyncpipe.plan.validator import validate
 from lightning_asyncpipe.runtime.buffers import BufferRecord
 from lightning_asyncpipe.runtime.channels import MessageKey, Transport
 from lightning_asyncpipe.runtime.exchange import WeightExchange
@@ -250,6 +251,7 @@ class Engine:
     def _post_receives(self, plan: SegmentPlan, current: Work, upcoming: Work | None) -> None:
         known = self._incoming.get(id(plan))
         if known is None:
+            validate(self.placement, [plan], self.planner.max_in_flight)
             known = (plan, self._incoming_of(plan))
             self._incoming[id(plan)] = known
         for peer, expected in known[1].items():

@@ -12,6 +12,7 @@ until the cause has had a second to become known.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -110,6 +112,7 @@ class FailureBoard:
         self._interrupts = InterruptWatch()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="failure-board")
+        _boards.add(self)
         self._thread.start()
 
     @classmethod
@@ -294,6 +297,20 @@ class FailureBoard:
         if self.owns_terminal:
             print(self._failure.message, file=sys.stderr, flush=True)
         os._exit(1)
+
+
+_boards: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_watching() -> None:
+    """Let no thread return from the store's C++ side once the interpreter is being taken down.
+
+    See ``channels._leave_gloo``, which this follows.
+    """
+    for board in list(_boards):
+        board._stop.set()
+        board._thread.join(1.0)
 
 
 def _own_connection(store: Store) -> Store:

@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from torch.distributed import all_reduce as imported_all_reduce
 from torch.distributed.nn.functional import all_gather as gather_with_gradient
 from torchmetrics import MeanMetric
@@ -197,6 +204,20 @@ def test_sync_batchnorm_of_the_trainer_is_refused() -> None:
     asked = trainer(strategy="ddp", sync_batchnorm=True)
     with pytest.raises(MisconfigurationException, match=r"`sync_batchnorm=True`.*BatchNorm"):
         check_module(Model(), asked)
+
+
+@pytest.mark.parametrize(
+    ("callback", "remedy"),
+    [
+        (EMAWeightAveraging(), "checkpoints"),
+        (StochasticWeightAveraging(1e-2), "checkpoints"),
+        (ModelPruning("l1_unstructured", amount=0.5), "Prune a checkpoint"),
+        (BackboneFinetuning(), "Freeze before"),
+    ],
+)
+def test_callbacks_that_need_the_whole_model_are_refused(callback: Callback, remedy: str) -> None:
+    with pytest.raises(MisconfigurationException, match=f"{type(callback).__name__}.*{remedy}"):
+        check_module(Model(), trainer(callbacks=[callback]))
 
 
 def test_several_optimizers_and_lbfgs_are_refused() -> None:

@@ -76,8 +76,12 @@ def test_a_step_waits_for_the_reductions_and_new_weights_for_the_step() -> None:
 
 def test_the_next_segment_begins_on_all_devices_at_once() -> None:
     segments = [
-        plan(SegmentSpec(1, ahead=1, **QUIET), "RA1:0@0<1 F1:0@0 B1:0@0 SG1:0@0>1", "F0:0@0 SA0:0@0>0 RG0:0@0<0 B0:0@0",
-             carry=(0,)),
+        plan(
+            SegmentSpec(1, ahead=1, **QUIET),
+            "RA1:0@0<1 F1:0@0 B1:0@0 SG1:0@0>1",
+            "F0:0@0 SA0:0@0>0 RG0:0@0<0 B0:0@0",
+            carry=(0,),
+        ),
         plan(SegmentSpec(1, **QUIET), "RA1:0@0<1 F1:0@0 B1:0@0 SG1:0@0>1", "F0:0@0 SA0:0@0>0 RG0:0@0<0 B0:0@0"),
     ]
     result = simulate(Placement(2, 1), segments, Costs.uniform(2))

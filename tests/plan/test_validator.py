@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_asyncpipe.errors import ScheduleError
-from lightning_asyncpipe.plan.actions import COMPUTE, Action, Kind
+from lightning_asyncpipe.plan.actions import Action, Kind
 from lightning_asyncpipe.plan.placement import Placement
 from lightning_asyncpipe.plan.schedule import Planner, SegmentPlan, SegmentSpec
 from lightning_asyncpipe.plan.validator import validate

@@ -205,6 +205,21 @@ DATA.add("batches that are dataclasses", FromDataclass, lambda: sized(7, 10, 3, 
 DATA.add("batches that are named tuples", FromNamed, lambda: sized(7, 10, 3, 2, collate=as_named))
 
 
+class ChangesItsBatch(FromDict):
+    """Takes its batch apart and writes to its tensors."""
+
+    def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
+        y = batch.pop("y")
+        y += 0.5
+        batch["x"].mul_(2.0)
+        batch["names"].clear()
+        batch["scaled"] = batch["x"] - 0.1
+        return batch["scaled"], y
+
+
+DATA.add("a step that changes its batch", ChangesItsBatch, lambda: sized(7, 10, 3, 2, collate=as_dict))
+
+
 class NoIndex(Regression):
     def training_step(self, batch: Any) -> Any:
         return super().training_step(batch, 0)
@@ -286,6 +301,65 @@ DATA.add(
 )
 
 
+class Augmented(Points):
+    """Adds noise to each sample when it is read."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(WIDTH, dtype=x.dtype), y + 0.1 * torch.rand((), dtype=y.dtype)
+
+
+class RemembersTargets(Regression):
+    """Takes down the targets of all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch[1].clone())
+
+
+class WithItsOwnLoader(RemembersTargets):
+    """Makes a loader of other data for each epoch."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Points(19, seed=self.current_epoch), 5)
+
+
+class Module(pl.LightningDataModule):
+    """Scales the batches on their way to the device."""
+
+    def setup(self, stage: str) -> None:
+        self.points = Points(19)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.points, 5)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [0.5 * batch[0], batch[1]]
+
+
+for workers in (0, 1):
+    DATA.add(
+        f"shuffling and augmentation with {workers} workers",
+        RemembersTargets,
+        lambda workers=workers: DataLoader(Augmented(15), 5, shuffle=True, num_workers=workers),
+        arguments={"max_epochs": 3},
+    )
+DATA.add(
+    "loaders that are made for each epoch",
+    WithItsOwnLoader,
+    lambda: None,
+    arguments={"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1},
+)
+DATA.add("a data module", RemembersTargets, Module, arguments={"max_epochs": 2})
+DATA.add("overfit_batches", RemembersTargets, lambda: shuffled(40, 5), arguments={"overfit_batches": 2, "max_epochs": 2})
+DATA.add("fast_dev_run", RemembersTargets, lambda: shuffled(40, 5), arguments={"fast_dev_run": 3})
+DATA.add("detect_anomaly", RemembersTargets, lambda: sized(8, 5, 8), arguments={"detect_anomaly": True})
+DATA.add("a profiler", RemembersTargets, lambda: sized(8, 5, 8), arguments={"profiler": "simple"})
+
+
 class Paired(Regression):
     """Steps on the batches of two loaders at once."""
 
@@ -326,11 +400,24 @@ class Stop(pl.Callback):
             trainer.should_stop = True
 
 
+class StopAtBatch(Stop):
+    """Asks the trainer to stop after a batch, whether or not it ended with a step."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = batch_idx >= self.after
+
+
 DATA.add(
     "a callback that stops",
     Regression,
     lambda: shuffled(40, 5),
     arguments=lambda: {"max_epochs": 3, "callbacks": [Stop(5)]},
+)
+DATA.add(
+    "a callback that stops within a window",
+    Regression,
+    lambda: shuffled(40, 5),
+    arguments=lambda: {"max_epochs": 3, "callbacks": [StopAtBatch(4)], "accumulate_grad_batches": 3},
 )
 DATA.add(
     "early stopping on a training metric",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import lightning.pytorch as pl
@@ -267,6 +268,37 @@ HOOKS.add(
     lambda: sized(*HOOK_SIZES),
     arguments={"max_epochs": 2, "accumulate_grad_batches": 1},
 )
+class Constrained(Regression):
+    """Keeps its weights in a range, by a hook of the optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+        @torch.no_grad()
+        def constrain(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-0.3, 0.3)
+
+        optimizer.register_step_post_hook(constrain)
+        return optimizer
+
+
+class Saves(pl.Callback):
+    """Saves after every batch, also within a window."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            trainer.save_checkpoint(f"{directory}/saved.ckpt", weights_only=batch_idx % 2 == 0)
+
+
+HOOKS.add("weights that are constrained", Constrained, lambda: sized(*HOOK_SIZES), arguments=TWO_EPOCHS)
+HOOKS.add(
+    "saving within windows",
+    Regression,
+    lambda: sized(*HOOK_SIZES),
+    arguments=lambda: {"max_epochs": 2, "callbacks": [Saves()], "accumulate_grad_batches": 2},
+)
 HOOKS.add(
     "windows that a callback changes",
     Regression,
@@ -349,6 +381,19 @@ class Logs(Regression):
         self.log("weight", 1.5)
 
 
+class LogsSometimes(Regression):
+    """Logs some keys for some batches only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 2:
+            self.log("odd", loss, on_step=True, on_epoch=True)
+        if self.current_epoch == 1:
+            self.log("later", loss)
+        return loss
+
+
+HOOKS.add("logging now and then", LogsSometimes, lambda: sized(*HOOK_SIZES), arguments=TWO_EPOCHS)
 HOOKS.add("logging", Logs, lambda: sized(*HOOK_SIZES), arguments=TWO_EPOCHS)
 HOOKS.add(
     "logging of a data set without a length, with windows",

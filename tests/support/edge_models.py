@@ -55,6 +55,17 @@ MODELS.add(
 )
 
 
+class FreezesLater(Regression):
+    """Freezes the first layers after an epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.layers[:3].requires_grad_(False)
+
+
+MODELS.add("layers that are frozen later", FreezesLater, lambda: sized(8, 8, 5), arguments={"max_epochs": 3})
+
+
 class Unused(Regression):
     """Holds parameters that no batch uses, and one that only some batches use."""
 
@@ -62,6 +73,7 @@ class Unused(Regression):
         super().__init__()
         self.never = nn.Linear(3, 3)
         self.bias = nn.Parameter(torch.zeros(()))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
 
     def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
         x, y = batch
@@ -423,6 +435,46 @@ class WithRegularisation(Regression):
         return F.mse_loss(self.net(x), y) + 0.01 * self.net.head.weight.square().sum()
 
 
+class CallsItself(Regression):
+    """Has a `forward` of its own, which the step calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+
+class Hooked(Of):
+    """Has hooks on modules and parameters that change what passes."""
+
+    def __init__(self) -> None:
+        super().__init__(Tower())
+        self.net.layers[1].register_forward_hook(lambda module, args, output: output * 0.9)
+        self.net.layers[2].register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+        self.net.layers[3].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+        self.net.layers[4].weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+class SparseEmbedding(pl.LightningModule):
+    """An embedding whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(self.tokens(batch)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+MODELS.add("a step that calls the module", CallsItself, lambda: sized(8, 8, 5))
+MODELS.add("hooks of modules and parameters", Hooked, lambda: sized(8, 8, 5))
+MODELS.add("sparse gradients", SparseEmbedding, lambda: loader(20, 5))
 MODELS.add("recurrent layers", lambda: Of(Recurrent()), lambda: sized(8, 8, 5))
 MODELS.add("weight normalisation", lambda: Of(Normed()), lambda: sized(8, 8, 5))
 MODELS.add("Lightning's own first example", Autoencoder, lambda: DataLoader(Points(24), 8))
@@ -432,14 +484,20 @@ MODELS.add("a penalty on the weights of the last layer", WithRegularisation, lam
 # transformers
 
 
-def gpt2() -> nn.Module:
+def gpt2(dropout: float = 0.0) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=16, n_embd=8, n_layer=4, n_head=2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return GPT2LMHeadModel(config).train()
+
+
+def checkpointed_gpt2() -> nn.Module:
+    model = gpt2(0.1)
+    model.gradient_checkpointing_enable()
+    return model
 
 
 def _bert_config() -> Any:
@@ -521,4 +579,8 @@ for name, (model, labels, padded) in TRANSFORMERS.items():
         lambda labels=labels, padded=padded: tokens(labels, padded),
         arguments={"gradient_clip_val": 1.0},
         reference="parts",
+    )
+for name, model in {"GPT-2 with dropout": lambda: gpt2(0.1), "GPT-2 with checkpointing": checkpointed_gpt2}.items():
+    MODELS.add(
+        name, lambda model=model: Transformer(model()), lambda: tokens("next", padded=False), reference="none"
     )

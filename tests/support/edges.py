@@ -103,7 +103,9 @@ class PartsOnOneDevice(SingleDeviceStrategy):
         return loss
 
 
-def run(scenario: Scenario, how: How, seed: int = 1, **strategy: Any) -> Observed:
+def train(
+    scenario: Scenario, how: How, seed: int = 1, **strategy: Any
+) -> tuple[pl.Trainer, pl.LightningModule, list[float]]:
     """Train a scenario in float64.
 
     Args:
@@ -111,6 +113,9 @@ def run(scenario: Scenario, how: How, seed: int = 1, **strategy: Any) -> Observe
         how: plain Lightning; one device that accumulates micro-batches; emulated devices; or as one of several ranks.
         seed: of this process before it builds the module.
         strategy: arguments of the strategy beside those of the scenario; `num_stages` is :data:`STAGES` by default.
+
+    Returns:
+        The trainer, the module and the loss of every batch.
     """
     torch.manual_seed(seed)
     module = scenario.module().to(torch.float64)
@@ -118,7 +123,7 @@ def run(scenario: Scenario, how: How, seed: int = 1, **strategy: Any) -> Observe
     options = {"num_stages": STAGES, **scenario.strategy, **strategy}
     chosen: Any
     devices = 1
-    if how == "whole":
+    if how in ("whole", "none"):
         chosen = "auto"
     elif how == "parts":
         chosen = PartsOnOneDevice(options["num_microbatches"])
@@ -128,7 +133,12 @@ def run(scenario: Scenario, how: How, seed: int = 1, **strategy: Any) -> Observe
         chosen = AsyncMultiPipeStrategy(**options)
         devices = options["num_stages"] * options.get("data_parallel_size", 1)
     trainer, losses = fit(module, loader, chosen, devices, **scenario.trainer_arguments())
-    observed = observe(trainer, module, losses)
+    return trainer, module, losses
+
+
+def run(scenario: Scenario, how: How, seed: int = 1, **strategy: Any) -> Observed:
+    """:func:`train`, and what it left behind."""
+    observed = observe(*train(scenario, how, seed, **strategy))
     observed.whole = how != "parts"
     return observed
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_asyncpipe import AsyncMultiPipeStrategy, ReferenceStrategy
 from tests.support.edge_data import DATA, WIDTH, Points, Regression, Tower, shuffled
 from tests.support.edge_hooks import HOOKS, Logs
-from tests.support.edge_models import MODELS, NormTower, WithMomentum
-from tests.support.edges import STAGES, How, Observed, Scenario, observe, run
+from tests.support.edge_models import MODELS, NormTower
+from tests.support.edges import STAGES, How, Observed, Scenario, observe, run, train
 from tests.support.fit import fit
 
 SCENARIOS = {**DATA, **MODELS, **HOOKS}
@@ -49,8 +50,8 @@ class Saved(Regression):
         self.rate = rate
 
     def configure_optimizers(self) -> Any:
-        parameters = list(self.parameters())
-        groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.0}]
+        parameters = list(self.named_parameters())
+        groups = [{"params": parameters[1::2]}, {"params": parameters[::2], "weight_decay": 0.0}]
         optimizer = torch.optim.SGD(groups, lr=self.rate, momentum=0.9, weight_decay=0.1)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
@@ -63,7 +64,10 @@ def checkpointed(directory: Path) -> Scenario:
         lambda: {
             "max_epochs": 2,
             "enable_checkpointing": True,
-            "callbacks": [ModelCheckpoint(directory, every_n_train_steps=3, save_top_k=-1, save_last=True)],
+            "callbacks": [
+                ModelCheckpoint(directory, every_n_train_steps=3, save_top_k=-1, save_last=True),
+                ModelCheckpoint(directory, monitor="loss_epoch", filename="best"),
+            ],
         },
         {"num_microbatches": 2},
         reference="parts",
@@ -71,8 +75,12 @@ def checkpointed(directory: Path) -> Scenario:
 
 
 def train_and_save(directory: Path, how: How, **strategy: Any) -> Observed:
-    """Train with checkpoints in `directory`."""
-    return run(checkpointed(directory), how, seed_of_this_rank(), **strategy)
+    """Train with checkpoints in `directory`, and save once more when the training has ended."""
+    trainer, module, losses = train(checkpointed(directory), how, seed_of_this_rank(), **strategy)
+    observed = observe(trainer, module, losses)
+    trainer.save_checkpoint(directory / "final.ckpt")
+    observed.whole = how != "parts"
+    return observed
 
 
 def logged_to_csv(directory: Path, how: How, **strategy: Any) -> Observed:
@@ -126,51 +134,34 @@ def fit_on(how: How) -> list[Observed]:
 
 
 class Remembers(Regression):
-    """Takes down the first numbers of the samples, epoch by epoch."""
+    """Takes down the targets of the samples, batch by batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
-        self.seen: list[list[float]] = []
+        if net is not None:
+            self.net = net
+        self.seen: list[list[list[float]]] = []
 
     def on_train_epoch_start(self) -> None:
         self.seen.append([])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen[-1] += batch[1].tolist()
+        self.seen[-1].append(batch[1].tolist())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
 
 
-def shuffled_by_sampler(**strategy: Any) -> Observed:
+REPLICA_BATCH = 4
+REPLICA_EPOCHS = 2
+
+
+def with_lightnings_sampler(net: Callable[[], nn.Module], how: How = "ranks", **strategy: Any) -> Observed:
     """Train on a loader that shuffles, with the sampler that Lightning puts into it."""
-
-    def loader() -> Any:
-        return torch.utils.data.DataLoader(Points(24), 4, shuffle=True)
-
-    scenario = Scenario(Remembers, loader, {"max_epochs": 3, "use_distributed_sampler": True})
-    return run(scenario, "ranks", seed_of_this_rank(), **strategy)
-
-
-class Normalised(WithMomentum):
-    def __init__(self) -> None:
-        super().__init__(NormTower())
-
-
-class RemembersNormalised(Normalised):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(batch[1].clone())
-
-
-def replicas_with_statistics(**strategy: Any) -> Observed:
-    """Train a model with running statistics on several replicas, each on its part of the data."""
-
-    def loader() -> Any:
-        return torch.utils.data.DataLoader(Points(36), 4, shuffle=True)
-
-    scenario = Scenario(RemembersNormalised, loader, {"max_epochs": 2, "use_distributed_sampler": True})
-    return run(scenario, "ranks", seed_of_this_rank(), num_microbatches=2, **strategy)
-
-
-_ = pl
+    scenario = Scenario(
+        lambda: Remembers(net()),
+        lambda: DataLoader(Points(38), REPLICA_BATCH, shuffle=True),
+        {"max_epochs": REPLICA_EPOCHS, "use_distributed_sampler": True, "accumulate_grad_batches": 2},
+        {"num_microbatches": 2},
+    )
+    return run(scenario, how, seed_of_this_rank(), **strategy)

@@ -1,0 +1,316 @@
+"""A training as a user starts it, in which one thing goes wrong: ``python faulty.py FAULT DIRECTORY``.
+
+Each process leaves a file ``pid-RANK`` in the directory. When the fault happens, its time is left in the file
+``fault``; where it is to come from outside (a signal), the file ``training`` says when.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_asyncpipe import AsyncMultiPipeStrategy
+from lightning_asyncpipe.errors import CollectiveInStepError
+from tests.support.edge_data import WIDTH, Points, Regression, Tower, sized
+
+BUSY = 60.0
+"""Seconds that a rank is busy without looking up: longer than a run may take to end."""
+DIRECTORY = Path(sys.argv[2]) if __name__ == "__main__" else Path()
+
+
+class Boom(Exception):
+    """What the user's own code raises."""
+
+
+def rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def happens() -> None:
+    """The fault happens now."""
+    path = DIRECTORY / "fault"
+    if not path.exists():
+        unfinished = DIRECTORY / f"unfinished-{rank()}"
+        unfinished.write_text(str(time.time()))
+        unfinished.replace(path)
+
+
+# Data
+
+
+def batches(count: int = 12, size: int = 8) -> Iterable[Any]:
+    """Ordinary data."""
+    return sized(*[size] * count)
+
+
+class Noisy(Points):
+    """Each rank adds noise of its own to the samples from batch 2 on."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        if index < 16 or not rank():
+            return x, y
+        happens()
+        return x + torch.randn(WIDTH, dtype=x.dtype), y
+
+
+class Corrupt(Points):
+    """One sample of batch 3 cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 27:
+            happens()
+            raise Boom("sample 27 is corrupt")
+        return super().__getitem__(index)
+
+
+class Part(IterableDataset[Any]):
+    """A stream that ends earlier on some ranks."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.points, self.length = Points(max(lengths)), lengths[rank()]
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.length):
+            yield self.points[index]
+        if self.length < len(self.points):
+            happens()
+
+
+# Modules
+
+
+class Raises(Regression):
+    """The step raises on one rank; the others are busy then, if so wanted."""
+
+    def __init__(self, rank: int, batch: int, busy: bool = False) -> None:
+        super().__init__()
+        self.rank, self.batch, self.busy = rank, batch, busy
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == self.batch and rank() != self.rank and self.busy:
+            time.sleep(BUSY)
+        if batch_idx == self.batch and rank() == self.rank:
+            if self.busy:
+                time.sleep(1.0)
+            happens()
+            raise Boom(f"of rank {self.rank} in batch {batch_idx}")
+        return super().training_step(batch, batch_idx)
+
+
+class Dies(Regression):
+    """A rank is killed in mid-step."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 5 and rank() == self.rank:
+            happens()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+class Slow(Regression):
+    """Trains until it is stopped."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.01)
+        if batch_idx == 6:
+            (DIRECTORY / "training").touch()
+        return super().training_step(batch, batch_idx)
+
+
+class Gathers(Regression):
+    """Calls collectives inside the step; catches the errors of all but the last one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            for call in (
+                lambda: self.trainer.strategy.barrier(),
+                lambda: torch.distributed.all_reduce(torch.ones(1)),
+            ):
+                try:
+                    call()
+                except CollectiveInStepError as error:
+                    print(f"caught: {error}", flush=True)
+            happens()
+            self.all_gather(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+class NoneOnce(Regression):
+    """The step skips a micro-batch, as plain Lightning allows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 3 and bool((batch[0] == Points(32).x[24]).all(1).any()):
+            happens()
+            return None
+        return loss
+
+
+class Manual(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        happens()
+
+
+class OtherOnEachRank(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Tower(4 + rank())
+        happens()
+
+
+class LongSkips(Regression):
+    """Nothing but its ends is joined by one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(3))
+        del self.net
+
+    def net(self, x: Tensor) -> Tensor:
+        happens()
+        kept = []
+        for layer in self.down:
+            x = layer(x).tanh()
+            kept.append(x)
+        for layer in self.up:
+            x = layer(torch.cat([x, kept.pop()], -1)).tanh()
+        return x.sum(-1)
+
+
+class Half(Regression):
+    """The second half of the model has no parameters, and so has one of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 1), nn.Flatten(0), nn.Tanh(), nn.Tanh())
+
+
+class SavesBadly(pl.Callback):
+    """Raises while the other ranks wait to save."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if rank() == 1 and trainer.global_step > 4:
+            happens()
+            raise Boom("while saving")
+
+
+class StartsBadly(pl.Callback):
+    """Raises before a batch, on one rank."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if rank() == 1 and batch_idx == 5:
+            happens()
+            raise Boom("before the batch")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        module: builds the module.
+        loader: builds the loader.
+        ranks: of the run.
+        strategy: arguments of the strategy.
+        callbacks: builds callbacks beside the checkpoints.
+        send: a signal that is to come from outside, to "all" processes or the "first".
+    """
+
+    module: Callable[[], pl.LightningModule] = Regression
+    loader: Callable[[], Any] = batches
+    ranks: int = 2
+    strategy: dict[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[], list[pl.Callback]] = list
+    send: tuple[signal.Signals, str] | None = None
+
+
+SPAWN = {"start_method": "spawn"}
+FAULTS: dict[str, Fault] = {
+    "nothing": Fault(Half, strategy={"num_pipelines": 1}),
+    "noise of each rank's own": Fault(loader=lambda: DataLoader(Noisy(96), 8), ranks=3),
+    "a smaller batch": Fault(loader=lambda: smaller(3)),
+    "a loader that is shorter": Fault(loader=lambda: shorter(5, 3)),
+    "a loader that is shorter, synchronous": Fault(loader=lambda: shorter(5, 3), strategy={"max_staleness": 0}),
+    "a stream that is shorter": Fault(loader=lambda: DataLoader(Part(24, 40), 8)),
+    "a replica's stream that is shorter": Fault(
+        loader=lambda: DataLoader(Part(40, 40, 24, 24), 8), ranks=4, strategy={"data_parallel_size": 2}
+    ),
+    "a corrupt sample": Fault(loader=lambda: DataLoader(Corrupt(96), 8, num_workers=1)),
+    "the first step raises on rank 0": Fault(lambda: Raises(0, 0)),
+    "the first step raises on rank 1": Fault(lambda: Raises(1, 0)),
+    "a step raises on rank 0, rank 1 is busy": Fault(lambda: Raises(0, 5, busy=True)),
+    "a step raises on rank 2, the others are busy": Fault(lambda: Raises(2, 5, busy=True), ranks=3),
+    "saving raises on rank 1": Fault(callbacks=lambda: [SavesBadly()]),
+    "a hook raises on rank 1": Fault(callbacks=lambda: [StartsBadly()], ranks=3),
+    "collectives in the step": Fault(Gathers),
+    "a step that returns None once": Fault(NoneOnce),
+    "manual optimization": Fault(Manual),
+    "different modules": Fault(OtherOnEachRank),
+    "no cut": Fault(LongSkips),
+    "rank 0 is killed": Fault(lambda: Dies(0)),
+    "rank 1 is killed": Fault(lambda: Dies(1), ranks=3),
+    "ctrl-c": Fault(Slow, lambda: batches(10_000), send=(signal.SIGINT, "all")),
+    "sigterm": Fault(Slow, lambda: batches(10_000), send=(signal.SIGTERM, "first")),
+    "a step raises on rank 1, spawned": Fault(lambda: Raises(1, 5), strategy=SPAWN),
+    "rank 0 is killed, spawned": Fault(lambda: Dies(0), strategy=SPAWN),
+}
+
+
+def shorter(*counts: int) -> Iterable[Any]:
+    """So many batches on each rank, of the same data."""
+    chosen = [range(8 * i, 8 * i + 8) for i in range(counts[rank()])]
+    if counts[rank()] < max(counts):
+        happens()
+    return DataLoader(Points(96), batch_sampler=chosen)
+
+
+def smaller(size: int) -> Iterable[Any]:
+    """Batch 2 is smaller on rank 1."""
+    if rank():
+        happens()
+    starts = range(0, 96, 8)
+    sizes = [size if rank() and start == 16 else 8 for start in starts]
+    chosen = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return DataLoader(Points(96), batch_sampler=chosen)
+
+
+def main(fault: Fault) -> None:
+    torch.manual_seed(1)
+    (DIRECTORY / f"pid-{rank()}").write_text(str(os.getpid()))
+    saving = ModelCheckpoint(DIRECTORY, every_n_train_steps=2, save_top_k=-1, save_on_exception=True)
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=fault.ranks,
+        strategy=AsyncMultiPipeStrategy(**{"num_microbatches": 4, **fault.strategy}),
+        callbacks=[saving, *fault.callbacks()],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(fault.module().double(), fault.loader())
+
+
+if __name__ == "__main__":
+    main(FAULTS[sys.argv[1]])
