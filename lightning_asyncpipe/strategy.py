@@ -131,6 +131,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._world: World | None = None
         self._board: FailureBoard | None = None
+        self._standpoints: Standpoints | None = None
         self._assembly: Assembly | None = None
         self._finished: Assembly | None = None
         self._owned: list[OwnedOptimizer] = []
@@ -301,9 +302,8 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         else:
             assert world.messages is not None
             timeout = self._timeout or default_pg_timeout
-            first = self.global_rank // geometry.num_stages * geometry.num_stages
-            standpoints = Standpoints(
-                own_store("standpoints"), self.global_rank, range(first, first + geometry.num_stages)
+            standpoints = self._standpoints = Standpoints(
+                own_store("standpoints"), self.global_rank, world.size, geometry.num_stages, self._end_because
             )
             transport = GlooTransport(
                 world.messages,
@@ -485,8 +485,15 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         guards.forbid_in_step(call)
         if self._has_failed:
             raise PipelineError(f"`{call}` was called after the run had failed: the other ranks do not answer any more")
+        if self._standpoints is not None:
+            self._standpoints.meet(f"calls `{call}`")
 
     # The end
+
+    def _end_because(self, error: PipelineError) -> None:
+        """End a run in which ranks wait in collectives, where they cannot raise what is wrong; called by a thread."""
+        if self._board is not None:
+            self._board.report_lost(self.global_rank, str(error))
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
@@ -495,11 +502,15 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         assembly, self._assembly = self._assembly, None
+        self._standpoints = None
         if assembly is not None:
             assembly.close(restore=not self._failed)
             self._finished = assembly
         super().teardown()
         if self._failed:
+            if self._board is not None:
+                self._board.close()  # whoever catches the error may go on in this process
+                self._board = None
             return
         if isinstance(self._launcher, ProcessLauncher) and self.is_global_zero:
             assert self.lightning_module is not None

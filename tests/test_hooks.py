@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from tests.support.edge_hooks import HOOKS
-from tests.support.edges import check_asynchronous, check_synchronous
+from tests.support.edges import check_asynchronous, check_synchronous, run
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -16,3 +18,17 @@ def test_synchronous_training_equals_one_device(name):
 @pytest.mark.parametrize("name", HOOKS)
 def test_asynchronous_training_sees_every_batch_once(name):
     check_asynchronous(HOOKS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("a start of batches that is overridden", "StartsBatches.on_train_batch_start"),
+        ("a callback that starts batches", "StartsBatchesFromOutside.on_train_batch_start"),
+    ],
+)
+def test_no_forward_runs_before_an_overridden_start_of_its_batch(name, hook, caplog):
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        found = run(HOOKS[name], "emulated")
+    assert found.statistics["stale_microbatches"] == 0
+    assert len([record for record in caplog.records if hook in record.getMessage()]) == 1

@@ -165,7 +165,7 @@ def test_a_module_can_be_fitted_again(key, again, ranks):
 
 
 def test_all_ranks_of_a_replica_see_each_epoch_in_one_order_of_its_own(ranks):
-    orders = [sum(epoch, []) for epoch in ranks[0]["sampler"].seen]
+    orders = [[y for batch in epoch for y in batch] for epoch in ranks[0]["sampler"].seen]
     samples = sorted(Points(38).y.tolist())
     assert [sorted(order) for order in orders] == [samples] * REPLICA_EPOCHS
     assert orders[0] != orders[1]

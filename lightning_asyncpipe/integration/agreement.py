@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_asyncpipe.errors import DataMismatchError
 from lightning_asyncpipe.integration.records import MicroBatchRecord, StepExchange
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.geometry import Geometry
 from lightning_asyncpipe.runtime.engine import Work
-from lightning_asyncpipe.runtime.standpoint import mismatch
+from lightning_asyncpipe.runtime.standpoint import apart, mismatch
 
 
 class Agreement:
@@ -27,7 +26,6 @@ class Agreement:
     def __init__(self, world: World, geometry: Geometry) -> None:
         self._exchange = StepExchange(world.all_gather_tensor, payload_words=7)
         self._stages = geometry.num_stages
-        self._single = world.size == 1
 
     def exchange(
         self,
@@ -53,13 +51,23 @@ class Agreement:
         )
         records, payloads = self._exchange.exchange(local, words)
         for rank, theirs in enumerate(payloads):
-            if theirs[:2] != payloads[0][:2]:
-                raise DataMismatchError(
-                    f"step {current.step}: rank 0 is at batch {payloads[0][0]} and rank {rank} at batch {theirs[0]}, "
-                    "or only one of them ends its window: the ranks' loaders or loops run differently"
-                )
-            first = rank // self._stages * self._stages
-            if theirs[2:6] != payloads[first][2:6]:
-                this_batch = theirs[4] != payloads[first][4]
-                raise mismatch(current.step + (0 if this_batch else 1), (first, rank))
+            self._compare(current.step, rank, theirs, payloads)
         return records, any(theirs[6] for theirs in payloads)
+
+    def _compare(self, step: int, rank: int, theirs: tuple[int, ...], payloads: list[tuple[int, ...]]) -> None:
+        """Raise if a rank is not where rank 0 is, or has not the data of the first rank of its replica."""
+        if theirs[:2] != payloads[0][:2]:
+            here, there = (
+                f"trains batch {words[0]}, {'the last' if words[1] else 'not the last'} of its window"
+                for words in (payloads[0], theirs)
+            )
+            raise apart(step, (0, rank), (here, there))
+        if (theirs[3] < 0) != (payloads[0][3] < 0):
+            here, there = (
+                f"has {'no' if words[3] < 0 else 'a'} batch {step + 1}" for words in (payloads[0], theirs)
+            )
+            raise apart(step + 1, (0, rank), (here, there))
+        first = rank // self._stages * self._stages
+        if theirs[2:6] != payloads[first][2:6]:
+            this_batch = theirs[4] != payloads[first][4]
+            raise mismatch(step + (0 if this_batch else 1), (first, rank))

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration.outputs import MicroBatchOutput, detached
-
 
 _NOT_THE_USERS = ("_hparams", "_metric_attributes", "log")  # what Lightning sets, or this package, in a step
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -23,6 +22,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
@@ -243,8 +243,9 @@ def _check_callbacks(trainer: Trainer) -> None:
             )
         if isinstance(callback, BaseFinetuning):
             raise MisconfigurationException(
-                f"`{name}` is not supported: which parameters are trained is part of the pipelines' plan. Freeze before "
-                "`fit`; to unfreeze layers later, end the `fit` (`max_epochs`) and start another one on the same module."
+                f"`{name}` is not supported: which parameters are trained is part of the pipelines' plan. "
+                "Freeze before `fit`; to unfreeze layers later, end the `fit` (`max_epochs`) and start another one on "
+                "the same module."
             )
 
 

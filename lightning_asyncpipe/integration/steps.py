@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -136,6 +137,7 @@ class TrainingSteps:
             self._termination.pending,
         )
         if stop:
+            rank_zero_info("Received SIGTERM: training ends after this batch on all ranks.")
             self._termination.agreed()
         self._commit_statistics(current)
         return self._call.conclude(current, records, self._world)

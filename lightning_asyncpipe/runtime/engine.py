@@ -8,8 +8,8 @@ business of the :class:`Work` that it is given; when weights move is :class:`Wei
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_asyncpipe.runtime.buffers import BufferRecord
 from lightning_asyncpipe.runtime.channels import MessageKey, Transport
 from lightning_asyncpipe.runtime.exchange import WeightExchange
 from lightning_asyncpipe.runtime.stages import StageForward, StageRunner, StageTask
-from lightning_asyncpipe.runtime.standpoint import Standpoint, Standpoints, mismatch
+from lightning_asyncpipe.runtime.standpoint import Standpoints, mismatch
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
 from lightning_asyncpipe.runtime.stash import WeightStash
 
@@ -168,20 +168,13 @@ class Engine:
             )
         )
         if self.standpoints is not None:
-            self.standpoints.move(
-                Standpoint(current.step, len(current.tasks), plan.spec.ahead, current.digest)
+            self.standpoints.train(
+                current.step, len(current.tasks), plan.spec.ahead, current.digest
             )
         self._post_receives(plan, current, upcoming)
         if plan.spec.updated:
             self.weights.publish(current.serial)
-        try:
-            self._execute(plan, current, upcoming)
-        except PipelineError as error:
-            # A message that is not the expected one may have its cause in the data.
-            if self.standpoints is not None and type(error) is PipelineError:
-                time.sleep(2.5)
-                self.standpoints.compare()
-            raise
+        self._execute(plan, current, upcoming)
         self.staleness.close_segment(plan)
         self._carried, self._carry = (upcoming, plan.carry) if any(plan.carry) else (None, ())
         if self.stash is not None:
@@ -199,8 +192,9 @@ class Engine:
 
     def drop_carry(self) -> None:
         """Flush: forget all early forwards; their batch starts anew in the next segment."""
-        for key in sorted(self._unread):
-            self.transport.take(key)
+        with self._receiving():
+            for key in sorted(self._unread):
+                self.transport.take(key)
         self._unread.clear()
         self._flight.clear()
         if self._carried is not None:
@@ -212,7 +206,8 @@ class Engine:
 
     def collect_gradients(self) -> dict[str, Tensor]:
         """The window's gradients of the parameters that this rank owns, by name; waits for the other hosts."""
-        return self.weights.collect()
+        with self._receiving():
+            return self.weights.collect()
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
@@ -220,8 +215,12 @@ class Engine:
 
     def settle(self) -> None:
         """Bring every replica of every stage up to date now; every rank has to call it at the same point."""
+        if self.standpoints is not None:
+            self.standpoints.meet("ends an epoch or saves")
         if self.weights.replicas_outdated:
-            self.weights.settle(self._serial)
+            with self._receiving():
+                # A number that no batch has: weights sent here are never taken for those that a batch begins with.
+                self.weights.settle(-1 - self._serial)
             self._serial += 1
             for stage in self.placement.hosted(self.device):
                 self.staleness.updated(stage)
@@ -290,6 +289,19 @@ class Engine:
                 incoming[peer] = items
         return incoming
 
+    @contextmanager
+    def _receiving(self) -> Iterator[None]:
+        """Around what waits for messages: that one comes which is not the expected one may be due to the data."""
+        try:
+            yield
+        except PipelineError as error:
+            if self.standpoints is None or type(error) is not PipelineError:
+                raise
+            cause = self.standpoints.explain()
+            if cause is None:
+                raise
+            raise cause from None
+
     @staticmethod
     def _key_of_send(action: Action, work: Work) -> MessageKey:
         kind, stage = (
@@ -301,7 +313,8 @@ class Engine:
 
     def _take(self, kind: int, action: Action, work: Work) -> Any:
         key = MessageKey(kind, action.stage, action.pipeline, work.serial, action.microbatch)
-        message = self.transport.take(key)
+        with self._receiving():
+            message = self.transport.take(key)
         self._unread.discard(key)
         return message
 
@@ -365,7 +378,8 @@ class Engine:
         )
 
     def _update(self, stage: int) -> None:
-        self.weights.update(stage)
+        with self._receiving():
+            self.weights.update(stage)
         self.staleness.updated(stage)
 
     def _compare_data(self, action: Action, work: Work, theirs: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,72 +10,14 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
+from tests.support.edge_basics import WIDTH, Points, Regression, shuffled, sized, stream
 from tests.support.edges import Scenarios
 from tests.support.models import GPT, LanguageModel, Rows
 
-WIDTH = 5
 DATA = Scenarios()
-
-
-class Points(Dataset[dict[str, Any]]):
-    """Inputs and targets, a function of their number alone."""
-
-    def __init__(self, count: int, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.x = torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
-        self.y = torch.randn(count, generator=generator, dtype=torch.float64)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
-
-
-class Tower(nn.Module):
-    """Residual layers, a list of them."""
-
-    def __init__(self, layers: int = 6, width: int = WIDTH) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.head = nn.Linear(width, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return self.head(x).squeeze(-1)
-
-
-class Regression(pl.LightningModule):
-    """A regression whose loss is a mean over samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Tower()
-
-    def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
-        x, y = batch
-        return x, y
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = self.inputs(batch)
-        loss = F.mse_loss(self.net(x), y)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def sized(*sizes: int, collate: Any = None, **kwargs: Any) -> DataLoader[Any]:
-    """A loader of batches of these sizes."""
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    samples = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
-    return DataLoader(Points(sum(sizes)), batch_sampler=samples, collate_fn=collate, **kwargs)
 
 
 DATA.add("sizes that do not divide", Regression, lambda: sized(10, 10, 10, 10))
@@ -251,25 +193,6 @@ DATA.add(
 # How many batches there are
 
 
-class Stream(IterableDataset[Any]):
-    """A data set without a length."""
-
-    def __init__(self, count: int) -> None:
-        self.points = Points(count)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from (self.points[i] for i in range(len(self.points)))
-
-
-def stream(count: int, batch_size: int) -> DataLoader[Any]:
-    return DataLoader(Stream(count), batch_size=batch_size)
-
-
-def shuffled(count: int, batch_size: int) -> DataLoader[Any]:
-    """Another order in each epoch, from a generator of its own."""
-    return DataLoader(Points(count), batch_size, shuffle=True, generator=torch.Generator().manual_seed(5))
-
-
 DATA.add("a data set without a length", Regression, lambda: stream(19, 5), arguments={"max_epochs": 3})
 DATA.add(
     "a data set without a length and windows",
@@ -354,7 +277,12 @@ DATA.add(
     arguments={"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1},
 )
 DATA.add("a data module", RemembersTargets, Module, arguments={"max_epochs": 2})
-DATA.add("overfit_batches", RemembersTargets, lambda: shuffled(40, 5), arguments={"overfit_batches": 2, "max_epochs": 2})
+DATA.add(
+    "overfit_batches",
+    RemembersTargets,
+    lambda: shuffled(40, 5),
+    arguments={"overfit_batches": 2, "max_epochs": 2},
+)
 DATA.add("fast_dev_run", RemembersTargets, lambda: shuffled(40, 5), arguments={"fast_dev_run": 3})
 DATA.add("detect_anomaly", RemembersTargets, lambda: sized(8, 5, 8), arguments={"detect_anomaly": True})
 DATA.add("a profiler", RemembersTargets, lambda: sized(8, 5, 8), arguments={"profiler": "simple"})

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.edge_data import WIDTH, Points, Regression, Tower, shuffled, sized
 from tests.support.edges import Scenarios
-from tests.support.models import VOCABULARY, GPT, LanguageModel, loader
+from tests.support.models import GPT, VOCABULARY, LanguageModel, loader
 
 MODELS = Scenarios()
 
@@ -193,108 +193,6 @@ MODELS.add(
 )
 
 
-# Random numbers
-
-
-class DropoutTower(Tower):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + F.dropout(torch.tanh(layer(x)), 0.3, self.training)
-        return self.head(x).squeeze(-1)
-
-
-class CheckpointedBlock(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))
-        self.checkpointed = checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.checkpointed:
-            return x + checkpoint(self.body, x, use_reentrant=False)
-        return x + self.body(x)
-
-
-class CheckpointedTower(nn.Module):
-    """Blocks that are checkpointed, by themselves or by the model around them."""
-
-    def __init__(self, inside: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(CheckpointedBlock(inside) for _ in range(4))
-        self.outside = not inside
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.outside else block(x)
-        return self.head(x).squeeze(-1)
-
-
-class Noisy(Regression):
-    """Draws in the step, before and after the model, and uses the early noise late, as diffusion does."""
-
-    def __init__(self, dropout: bool = False) -> None:
-        super().__init__()
-        self.net = DropoutTower() if dropout else Tower()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        noise = torch.randn_like(x)
-        time = torch.rand(len(x), dtype=x.dtype)
-        mask = torch.rand(x.shape) < 0.3
-        predicted = self.net((x + noise * time[:, None]).masked_fill(mask, 0.0))
-        target = y + noise.mean(1) + 0.1 * torch.randn_like(y)
-        loss = ((predicted - target) ** 2 * (1 + time)).mean()
-        self.log("loss", loss)
-        self.log("noise", noise.mean(), on_step=True)
-        return loss
-
-
-MODELS.add("dropout", lambda: Of(DropoutTower()), lambda: sized(8, 8, 5, 8), reference="none")
-MODELS.add(
-    "dropout of attention and blocks",
-    lambda: LanguageModel(GPT(blocks=3, dropout=0.2)),
-    lambda: loader(20, 5),
-    reference="none",
-)
-MODELS.add("noise in the step", Noisy, lambda: sized(8, 8, 5, 8), reference="none")
-MODELS.add("noise in the step and dropout", lambda: Noisy(True), lambda: sized(8, 8, 5, 8), reference="none")
-for inside in (True, False):
-    MODELS.add(
-        f"checkpointed blocks with dropout, {'inside' if inside else 'outside'}",
-        lambda inside=inside: Of(CheckpointedTower(inside)),
-        lambda: sized(8, 8, 5, 8),
-        reference="none",
-    )
-
-class RememberedDropout(nn.Module):
-    """Dropout that keeps a fingerprint of each of its masks."""
-
-    masks: ClassVar[list[int]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.rand(x.shape, dtype=x.dtype) < 0.7
-        if type(mask) is Tensor:
-            self.masks.append(hash(tuple(mask.flatten().tolist())))
-        return x * mask / 0.7
-
-
-class RemembersMasks(Regression):
-    """Checkpointed blocks; `seen` says how often each mask was drawn in training."""
-
-    def __init__(self, inside: bool) -> None:
-        super().__init__()
-        self.net = CheckpointedTower(inside)
-        for block in self.net.blocks:
-            block.body = nn.Sequential(nn.Linear(WIDTH, 16), RememberedDropout(), nn.Linear(16, WIDTH))
-
-    def on_train_start(self) -> None:
-        RememberedDropout.masks.clear()
-
-    def on_train_end(self) -> None:
-        self.seen = sorted(Counter(RememberedDropout.masks).values())
-
-
 # Running statistics
 
 
@@ -324,7 +222,7 @@ class ConvTower(nn.Module):
         self.head = nn.Linear(3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem((x[:, None, :, None] * x[:, None, None, :]))
+        x = self.stem(x[:, None, :, None] * x[:, None, None, :])
         for block in self.blocks:
             x = x + block(x)
         return self.head(x.mean((2, 3))).squeeze(-1)
@@ -479,108 +377,3 @@ MODELS.add("recurrent layers", lambda: Of(Recurrent()), lambda: sized(8, 8, 5))
 MODELS.add("weight normalisation", lambda: Of(Normed()), lambda: sized(8, 8, 5))
 MODELS.add("Lightning's own first example", Autoencoder, lambda: DataLoader(Points(24), 8))
 MODELS.add("a penalty on the weights of the last layer", WithRegularisation, lambda: shuffled(24, 8))
-
-
-# transformers
-
-
-def gpt2(dropout: float = 0.0) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=8, n_layer=4, n_head=2,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).train()
-
-
-def checkpointed_gpt2() -> nn.Module:
-    model = gpt2(0.1)
-    model.gradient_checkpointing_enable()
-    return model
-
-
-def _bert_config() -> Any:
-    from transformers import BertConfig
-
-    return BertConfig(
-        vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=4, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
-    )  # fmt: skip
-
-
-def bert_for_masked_language() -> nn.Module:
-    from transformers import BertForMaskedLM
-
-    return BertForMaskedLM(_bert_config())
-
-
-def bert_for_classification() -> nn.Module:
-    from transformers import BertForSequenceClassification
-
-    return BertForSequenceClassification(_bert_config())
-
-
-class Transformer(pl.LightningModule):
-    """A model of `transformers` that computes its own loss from a batch of keyword arguments."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.model(**batch).loss
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, betas=(0.9, 0.95))
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Rows of token ids with padding at the end, and labels of a kind."""
-
-    def __init__(self, count: int, labels: str, padded: bool) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.ids = torch.randint(1, VOCABULARY, (count, 8), generator=generator)
-        lengths = torch.randint(3, 9, (count,), generator=generator) if padded else torch.full((count,), 8)
-        self.mask = (torch.arange(8) < lengths[:, None]).long()
-        self.ids = self.ids * self.mask
-        if labels == "class":
-            self.labels = torch.randint(0, 3, (count,), generator=generator)
-        else:
-            chosen = torch.rand(count, 8, generator=generator) < (0.3 if labels == "masked" else 1.0)
-            chosen[:, 0] = True
-            self.labels = torch.where(chosen & (self.mask == 1), self.ids, -100)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.ids[index], "attention_mask": self.mask[index], "labels": self.labels[index]}
-
-
-def tokens(labels: str, padded: bool = True) -> DataLoader[Any]:
-    return DataLoader(Tokens(29, labels, padded), 7)
-
-
-TRANSFORMERS = {
-    "GPT-2": (gpt2, "next", False),
-    "GPT-2 with padding": (gpt2, "next", True),
-    "BERT with its masked-language loss": (bert_for_masked_language, "masked", True),
-    "BERT with a classifier": (bert_for_classification, "class", True),
-}
-for name, (model, labels, padded) in TRANSFORMERS.items():
-    MODELS.add(
-        name,
-        lambda model=model: Transformer(model()),
-        lambda labels=labels, padded=padded: tokens(labels, padded),
-        arguments={"gradient_clip_val": 1.0},
-        reference="parts",
-    )
-for name, model in {"GPT-2 with dropout": lambda: gpt2(0.1), "GPT-2 with checkpointing": checkpointed_gpt2}.items():
-    MODELS.add(
-        name, lambda model=model: Transformer(model()), lambda: tokens("next", padded=False), reference="none"
-    )

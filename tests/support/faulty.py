@@ -27,7 +27,6 @@ from tests.support.edge_data import WIDTH, Points, Regression, Tower, sized
 
 BUSY = 60.0
 """Seconds that a rank is busy without looking up: longer than a run may take to end."""
-DIRECTORY = Path(sys.argv[2]) if __name__ == "__main__" else Path()
 
 
 class Boom(Exception):
@@ -38,11 +37,15 @@ def rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def directory() -> Path:
+    return Path(sys.argv[2])
+
+
 def happens() -> None:
     """The fault happens now."""
-    path = DIRECTORY / "fault"
+    path = directory() / "fault"
     if not path.exists():
-        unfinished = DIRECTORY / f"unfinished-{rank()}"
+        unfinished = directory() / f"unfinished-{rank()}"
         unfinished.write_text(str(time.time()))
         unfinished.replace(path)
 
@@ -74,6 +77,29 @@ class Corrupt(Points):
             happens()
             raise Boom("sample 27 is corrupt")
         return super().__getitem__(index)
+
+
+class Sizes:
+    """A batch sampler: batches of these sizes, each of its own eight samples; at one of them it goes wrong."""
+
+    def __init__(self, sizes: list[int], wrong: int | None) -> None:
+        self.sizes, self.wrong = sizes, wrong
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, size in enumerate(self.sizes):
+            if number == self.wrong:
+                happens()
+            yield range(8 * number, 8 * number + size)
+        if self.wrong == len(self.sizes):
+            happens()
+
+
+def differing(*sizes: list[int], wrong: int) -> Iterable[Any]:
+    """The batches of each rank; batch `wrong` is the first that is not there or not the same on all of them."""
+    return DataLoader(Points(96), batch_sampler=Sizes(sizes[rank()], wrong))
 
 
 class Part(IterableDataset[Any]):
@@ -130,7 +156,7 @@ class Slow(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(0.01)
         if batch_idx == 6:
-            (DIRECTORY / "training").touch()
+            (directory() / "training").touch()
         return super().training_step(batch, batch_idx)
 
 
@@ -163,38 +189,37 @@ class NoneOnce(Regression):
         return loss
 
 
-class Manual(Regression):
+class Set(Regression):
+    """What is wrong is there from the start."""
+
+    def setup(self, stage: str) -> None:
+        happens()
+
+
+class Manual(Set):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        happens()
 
 
-class OtherOnEachRank(Regression):
+class OtherOnEachRank(Set):
     def __init__(self) -> None:
         super().__init__()
         self.net = Tower(4 + rank())
-        happens()
 
 
-class LongSkips(Regression):
-    """Nothing but its ends is joined by one tensor."""
+class Recurrent(Set):
+    """Two tensors pass from call to call, and nothing is before or after the loop."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(3))
-        del self.net
+        self.net = nn.LSTMCell(1, WIDTH)
 
-    def net(self, x: Tensor) -> Tensor:
-        happens()
-        kept = []
-        for layer in self.down:
-            x = layer(x).tanh()
-            kept.append(x)
-        for layer in self.up:
-            x = layer(torch.cat([x, kept.pop()], -1)).tanh()
-        return x.sum(-1)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        state = None
+        for column in batch[0].unbind(1):
+            state = self.net(column[:, None], state)
+        return (state[0] + state[1]).square().mean()
 
 
 class Half(Regression):
@@ -248,12 +273,14 @@ SPAWN = {"start_method": "spawn"}
 FAULTS: dict[str, Fault] = {
     "nothing": Fault(Half, strategy={"num_pipelines": 1}),
     "noise of each rank's own": Fault(loader=lambda: DataLoader(Noisy(96), 8), ranks=3),
-    "a smaller batch": Fault(loader=lambda: smaller(3)),
-    "a loader that is shorter": Fault(loader=lambda: shorter(5, 3)),
-    "a loader that is shorter, synchronous": Fault(loader=lambda: shorter(5, 3), strategy={"max_staleness": 0}),
+    "a smaller batch": Fault(loader=lambda: differing([8] * 5, [8, 8, 3, 8, 8], wrong=2)),
+    "a loader that is shorter": Fault(loader=lambda: differing([8] * 5, [8] * 3, wrong=3)),
+    "a loader that is shorter, synchronous": Fault(
+        loader=lambda: differing([8] * 5, [8] * 3, wrong=3), strategy={"max_staleness": 0}
+    ),
     "a stream that is shorter": Fault(loader=lambda: DataLoader(Part(24, 40), 8)),
     "a replica's stream that is shorter": Fault(
-        loader=lambda: DataLoader(Part(40, 40, 24, 24), 8), ranks=4, strategy={"data_parallel_size": 2}
+        loader=lambda: DataLoader(Part(40, 24), 8), strategy={"data_parallel_size": 2, "max_staleness": 0}
     ),
     "a corrupt sample": Fault(loader=lambda: DataLoader(Corrupt(96), 8, num_workers=1)),
     "the first step raises on rank 0": Fault(lambda: Raises(0, 0)),
@@ -266,7 +293,7 @@ FAULTS: dict[str, Fault] = {
     "a step that returns None once": Fault(NoneOnce),
     "manual optimization": Fault(Manual),
     "different modules": Fault(OtherOnEachRank),
-    "no cut": Fault(LongSkips),
+    "no cut": Fault(Recurrent),
     "rank 0 is killed": Fault(lambda: Dies(0)),
     "rank 1 is killed": Fault(lambda: Dies(1), ranks=3),
     "ctrl-c": Fault(Slow, lambda: batches(10_000), send=(signal.SIGINT, "all")),
@@ -276,28 +303,10 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def shorter(*counts: int) -> Iterable[Any]:
-    """So many batches on each rank, of the same data."""
-    chosen = [range(8 * i, 8 * i + 8) for i in range(counts[rank()])]
-    if counts[rank()] < max(counts):
-        happens()
-    return DataLoader(Points(96), batch_sampler=chosen)
-
-
-def smaller(size: int) -> Iterable[Any]:
-    """Batch 2 is smaller on rank 1."""
-    if rank():
-        happens()
-    starts = range(0, 96, 8)
-    sizes = [size if rank() and start == 16 else 8 for start in starts]
-    chosen = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    return DataLoader(Points(96), batch_sampler=chosen)
-
-
 def main(fault: Fault) -> None:
     torch.manual_seed(1)
-    (DIRECTORY / f"pid-{rank()}").write_text(str(os.getpid()))
-    saving = ModelCheckpoint(DIRECTORY, every_n_train_steps=2, save_top_k=-1, save_on_exception=True)
+    (directory() / f"pid-{rank()}").write_text(str(os.getpid()))
+    saving = ModelCheckpoint(directory(), every_n_train_steps=2, save_top_k=-1, save_on_exception=True)
     trainer = pl.Trainer(
         max_epochs=1,
         accelerator="cpu",
