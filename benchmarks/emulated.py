@@ -32,7 +32,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from peers import SAMPLES, WIDTH, Case, Row, SleepingLayer, measure_all, row
+from peers import SAMPLES, SCHEDULES, WIDTH, Case, Row, SleepingLayer, measure_all, row
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -107,9 +107,7 @@ def run_case(case: Case, pipelines: str, result: Path) -> None:
     if trainer.is_global_zero:
         ends = module.step_ends[WARMUP - 1 :]
         seconds = [after - before for before, after in itertools.pairwise(ends)]
-        result.write_text(
-            json.dumps({"seconds": seconds, "statistics": dict(strategy.statistics())}, default=str)
-        )
+        result.write_text(json.dumps({"seconds": seconds, "statistics": dict(strategy.statistics())}, default=str))
 
 
 def measure(case: Case, pipelines: str) -> tuple[Row, dict[str, Any]]:
@@ -136,10 +134,7 @@ def table(rows: Iterable[Row]) -> str:
         values = (f"{found[n]:.3f}" if n in found else "-" for n in columns)
         lines.append(f"{name:<24}" + "".join(f"{value:>8}" for value in values))
     if NAME in cells and len(cells) > 1:
-        best = {
-            n: max((found[n] for name, found in cells.items() if name != NAME and n in found))
-            for n in columns
-        }
+        best = {n: max((found[n] for name, found in cells.items() if name != NAME and n in found)) for n in columns}
         ratios = (f"{cells[NAME][n] / best[n]:.2f}" for n in columns)
         lines.append(f"{'times the best peer':<24}" + "".join(f"{ratio:>8}" for ratio in ratios))
     return "\n".join(lines)
@@ -152,7 +147,7 @@ def main() -> None:
     parser.add_argument("--forward-ms", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=12, help="steps that are measured")
     parser.add_argument("--pipelines", default="auto")
-    parser.add_argument("--peers", action="store_true", help="measure torch's schedules as well")
+    parser.add_argument("--peers", nargs="*", choices=SCHEDULES, help="torch's schedules to measure as well, or all")
     # set in the process of a case
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -164,8 +159,9 @@ def main() -> None:
         return
 
     rows = []
-    if args.peers:
-        for peer in measure_all(args.devices, microbatches, seconds):
+    if args.peers is not None:
+        names = tuple(args.peers) or SCHEDULES
+        for peer in measure_all(args.devices, microbatches, seconds, names=names):
             print(json.dumps(asdict(peer)), flush=True)
             rows.append(peer)
     for case in cases:

@@ -139,10 +139,7 @@ def _stages(case: Case, rank: int) -> list[PipelineStage]:
         indices = [rank, case.devices + rank]
     total = case.devices * len(indices)
     seconds = case.forward_seconds / len(indices)
-    return [
-        PipelineStage(SleepingLayer(seconds), index, total, torch.device("cpu"))
-        for index in indices
-    ]
+    return [PipelineStage(SleepingLayer(seconds), index, total, torch.device("cpu")) for index in indices]
 
 
 def _device(rank: int, case: Case, port: int, result: str) -> None:

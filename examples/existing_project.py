@@ -110,9 +110,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
-    checkpoint = ModelCheckpoint(
-        dirpath=args.directory, monitor="train_loss_epoch", mode="min", save_last=True
-    )
+    checkpoint = ModelCheckpoint(dirpath=args.directory, monitor="train_loss_epoch", mode="min", save_last=True)
     trainer = L.Trainer(
         strategy="async_multipipe",  # <- the changed line; before: strategy="auto"
         devices=args.devices,

@@ -36,11 +36,7 @@ EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 def standard_library_files() -> list[Path]:
     """Sorted paths of the standard library's own Python sources, without tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    return [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if EXCLUDED.isdisjoint(path.relative_to(root).parts)
-    ]
+    return [path for path in sorted(root.rglob("*.py")) if EXCLUDED.isdisjoint(path.relative_to(root).parts)]
 
 
 class RandomCrops(Dataset[Tensor]):
@@ -104,9 +100,7 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time_, width = x.shape
@@ -131,18 +125,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.apply(self._initialise)
-        for name, parameter in self.named_parameters():
-            if name.endswith(("projection.weight", "mlp.2.weight")):
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth))
+        for embedding in (self.token_embedding, self.position_embedding):
+            nn.init.normal_(embedding.weight, std=width**-0.5)
         self.head.weight = self.token_embedding.weight
-
-    @staticmethod
-    def _initialise(module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -185,7 +170,7 @@ class LitGPT(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95))
-        warmup = max(1, self.steps // 10)
+        warmup = max(1, self.steps // 5)
 
         def factor(step: int) -> float:
             if step < warmup:
@@ -290,12 +275,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     pipe.add_argument("--pipelines", type=int, default=2, help="pipelines over these devices")
     pipe.add_argument("--microbatches", type=int, default=16, help="micro-batches per step")
     pipe.add_argument("--max-staleness", type=int, default=1, help="0 trains synchronously")
-    pipe.add_argument(
-        "--weight-stash", action="store_true", help="backward on the weights of the forward"
-    )
-    pipe.add_argument(
-        "--start-method", default="popen", choices=["popen", "spawn", "fork", "forkserver"]
-    )
+    pipe.add_argument("--weight-stash", action="store_true", help="backward on the weights of the forward")
+    pipe.add_argument("--start-method", default="popen", choices=["popen", "spawn", "fork", "forkserver"])
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=300)
     training.add_argument("--batch-size", type=int, default=16, help="sequences per step")

@@ -106,15 +106,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if max_staleness not in (0, 1):
-            raise MisconfigurationException(
-                f"max_staleness must be 0 (synchronous) or 1, got {max_staleness!r}: the schedules keep forwards at "
-                "most one update ahead."
-            )
-        if start_method not in ("popen", "spawn", "fork", "forkserver"):
-            raise MisconfigurationException(
-                f"start_method must be 'popen', 'spawn', 'fork' or 'forkserver', got {start_method!r}"
-            )
+        guards.check_arguments(max_staleness, cuts, timeout, start_method)
         self.max_staleness = max_staleness
         self.weight_stash = weight_stash
         self.cuts = cuts
@@ -263,7 +255,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
     def _check(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             raise MisconfigurationException(
-                f"`Trainer.{trainer.state.fn}` is not supported by {type(self).__name__} yet: load the checkpoint "
+                f"`Trainer.{trainer.state.fn.value}` is not supported by {type(self).__name__} yet: load the checkpoint "
                 "into the module on one device and use a Trainer without this strategy."
             )
         if internals.validation_in_fit(trainer):
@@ -333,7 +325,8 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         return WeightStash(parameters, runner.program.parameters) if self.weight_stash else None
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        with guards.one_optimizer():
+            super().setup_optimizers(trainer)
         guards.check_optimizers(self.optimizers)
         assembly = self._require_assembly()
         owned = assembly.owned

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_asyncpipe.errors import CutError
+from lightning_asyncpipe.errors import CutError, PeerFailure
 from lightning_asyncpipe.integration import guards, internals
 from lightning_asyncpipe.integration.checkpoint import WholeModel, synchronise
 from lightning_asyncpipe.integration.lookahead import install
@@ -145,7 +145,7 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
     if fetcher is None or peeked is None or peeked.batch is None:
         raise MisconfigurationException(
             f"{type(strategy).__name__} plans from the first training batch, and there is none: check the training "
-            "dataloader and `limit_train_batches`."
+            "dataloader, `limit_train_batches` and `max_steps`."
         )
     statistics = RunningStatistics(module)
     call = StepCall(module)
@@ -220,7 +220,12 @@ def _program(
             found["program"] = json.dumps(program.to_dict())
         except CutError as error:
             found["error"] = str(error)
+        except BaseException:
+            world.broadcast({})  # the other ranks wait for it
+            raise
     found = world.broadcast(found)
+    if not found:
+        raise PeerFailure("rank 0 failed while it ran the step to find cuts")
     if "error" in found:
         raise MisconfigurationException(found["error"])
     return StageProgram.from_dict(json.loads(found["program"]))
@@ -238,14 +243,21 @@ def _cut(
     part = microbatch.split(batch, geometry.num_microbatches, min_samples=fewest_samples(module))[0]
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     arguments = (part.data, batch_idx) if takes_index else (part.data,)
+    returned: list[Any] = []
+
+    def step(*given: Any) -> Any:
+        returned.append(call(*given))
+        return returned[0]
+
     statistics.begin(watch=False)
     try:
         with guards.in_step():
             trace = trace_step(
-                module, call, arguments, context=context, ignored=statistics.tensors()
+                module, step, arguments, context=context, ignored=statistics.tensors()
             )
     finally:
         statistics.end()
+    call.read(returned.pop(), part.index, part.size, batch_idx)
     names = None if isinstance(strategy.cuts, str) else list(strategy.cuts)
     program = proven_program(
         find_cuts(trace), geometry.num_stages, module, call, StageTask(arguments), names, context

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ _COLLECTIVES = (
     "scatter",
     "scatter_object_list",
 )
+_ONE_OPTIMIZER = "A pipeline steps one: put the parameters in parameter groups of one optimizer."
 _OWN_PACKAGES = ("lightning.pytorch.", "lightning_asyncpipe.")
 
 
@@ -185,6 +187,34 @@ def _metric_sync() -> Callable[..., Any]:
 # Configuration
 
 
+def check_arguments(max_staleness: object, cuts: object, timeout: object, start_method: object) -> None:
+    """Refuse arguments of the strategy that have no meaning; numbers are checked once the world size is known.
+
+    Raises:
+        MisconfigurationException: says what was given and what is possible.
+
+    """
+    if max_staleness not in (0, 1):
+        raise MisconfigurationException(
+            f"max_staleness must be 0 (synchronous) or 1, got {max_staleness!r}: the schedules keep "
+            "forwards at most one update ahead."
+        )
+    named = isinstance(cuts, Sequence) and not isinstance(cuts, str)
+    if cuts != "auto" and not (named and all(isinstance(name, str) for name in cuts)):  # type: ignore[attr-defined]
+        raise MisconfigurationException(
+            f"cuts must be 'auto' or a list of the names of the modules that begin a stage, such as "
+            f"['model.blocks.4'], got {cuts!r}"
+        )
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise MisconfigurationException(
+            f"timeout must be a datetime.timedelta, such as timedelta(minutes=30), got {timeout!r}"
+        )
+    if start_method not in ("popen", "spawn", "fork", "forkserver"):
+        raise MisconfigurationException(
+            f"start_method must be 'popen', 'spawn', 'fork' or 'forkserver', got {start_method!r}"
+        )
+
+
 def check_module(module: LightningModule, trainer: Trainer) -> None:
     """Refuse what a pipeline cannot train, before anything is set up.
 
@@ -249,6 +279,22 @@ def _check_callbacks(trainer: Trainer) -> None:
             )
 
 
+@contextmanager
+def one_optimizer() -> Iterator[None]:
+    """Around Lightning's set-up of optimizers, which advises manual optimization where there are several.
+
+    The text of ``_validate_multiple_optimizers_support``, checked on Lightning 2.6.6.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise MisconfigurationException(
+            f"`configure_optimizers` returned several optimizers. {_ONE_OPTIMIZER}"
+        ) from None
+
+
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse optimizers that a pipeline cannot step, after ``configure_optimizers``.
 
@@ -259,8 +305,7 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     if len(optimizers) > 1:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise MisconfigurationException(
-            f"`configure_optimizers` returned {len(optimizers)} optimizers ({kinds}), a pipeline "
-            "steps one. Put the parameters in parameter groups of one optimizer."
+            f"`configure_optimizers` returned {len(optimizers)} optimizers ({kinds}). {_ONE_OPTIMIZER}"
         )
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):

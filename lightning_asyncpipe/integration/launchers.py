@@ -71,6 +71,8 @@ def first_failure(board: FailureBoard | None, error: BaseException) -> BaseExcep
     failure = board.report(error)
     if failure.rank == board.rank or isinstance(error, (KeyboardInterrupt, SystemExit)):
         return error
+    if failure.kind == type(error).__name__ and failure.text.rstrip().endswith(str(error)):
+        return error  # what all ranks raise at the same time, each says in its own words
     return as_exception(failure)
 
 

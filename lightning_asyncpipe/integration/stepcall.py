@@ -14,6 +14,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration import outputs
 from lightning_asyncpipe.integration.growth import GrowthWatch
 from lightning_asyncpipe.integration.outputs import MicroBatchOutput
@@ -48,9 +49,26 @@ class StepCall:
         with self._recorder.recording(self._module), self._growth.watching():
             return self._module.training_step(batch, *args[1:])
 
+    def read(self, value: Any, index: int, size: int, step: int, replica: int = 0) -> MicroBatchOutput:
+        """Check what the step of one micro-batch returned; see :func:`outputs.read`.
+
+        Raises:
+            PipelineError: also if the loss has no gradient.
+        """
+        output = outputs.read(value, index, size, step, replica)
+        assert isinstance(output.loss, Tensor)
+        if not output.loss.requires_grad:
+            raise PipelineError(
+                f"the loss of micro-batch {index} of batch {step} depends on no parameter that is trained: it was "
+                "detached, or made of integers or under `torch.no_grad()`, or all parameters that it depends on have "
+                "`requires_grad=False`. Where only some samples have a loss, add a zero that depends on the model, "
+                "such as `0.0 * output.sum()`."
+            )
+        return output
+
     def keep(self, work: Work, index: int, size: int, replica: int, value: Any) -> Tensor:
         """Take down what the step of one micro-batch gave on its last stage; returns its loss with its graph."""
-        output = outputs.read(value, index, size, work.step, replica)
+        output = self.read(value, index, size, work.step, replica)
         assert isinstance(output.loss, Tensor)
         loss, output.loss = output.loss, output.loss.detach()
         output.grown = self._growth.take()

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration import guards, internals
 from lightning_asyncpipe.integration.agreement import Agreement
 from lightning_asyncpipe.integration.lookahead import LookAheadFetcher
@@ -177,6 +178,10 @@ class TrainingSteps:
             min_samples=fewest_samples(self._trainer.lightning_module),
         )
         samples = sum(part.size for part in parts)
+        if not samples:
+            raise PipelineError(
+                f"batch {index} has no samples. Leave such a batch out in the dataset or the batch sampler, on all ranks."
+            )
         share = 1.0 / (samples * self._trainer.accumulate_grad_batches * self._geometry.replicas)
         work = Work(
             tasks=[

@@ -34,9 +34,10 @@ class Geometry:
         return Placement(self.num_stages, self.num_pipelines)
 
 
-def _positive(name: str, value: object, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, got {value!r}")
+def _positive(name: str, value: object, auto: bool = True) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        choice = "'auto' or an integer" if auto else "an integer"
+        raise ValueError(f"{name} must be {choice} of at least 1, got {value!r}")
     return value
 
 
@@ -62,7 +63,7 @@ def resolve(
     Raises:
         ValueError: with the value and what would do instead.
     """
-    replicas = _positive("data_parallel_size", data_parallel_size)
+    replicas = _positive("data_parallel_size", data_parallel_size, auto=False)
     if world_size % replicas:
         raise ValueError(
             f"{world_size} processes cannot be divided among data_parallel_size={replicas} replicas: "

@@ -16,6 +16,11 @@ from lightning_asyncpipe.runtime.shapes import TensorSpec
 from lightning_asyncpipe.runtime.structure import leaf_at, replace_leaf
 from lightning_asyncpipe.runtime.trace import CallKey
 
+_SAME_CALLS = (
+    "The step has to call the same modules for every micro-batch. Let one that returns early, to skip a batch, make its "
+    "calls as ever and return a loss times zero."
+)
+
 if TYPE_CHECKING:
     from lightning_asyncpipe.runtime.stages import StageForward, StageRunner
 
@@ -207,7 +212,7 @@ class ForwardRun:
         if not self.entered:
             raise PipelineError(
                 f"the step ended before stage {result.stage} began: it did not call "
-                f"'{self.runner.program.cuts[result.stage - 1].call.name}' as it did when it was traced"
+                f"'{self.runner.program.cuts[result.stage - 1].call.name}' as it did when it was traced. {_SAME_CALLS}"
             )
         if last:
             return
@@ -216,7 +221,7 @@ class ForwardRun:
             cut = self.runner.program.cuts[result.stage]
             raise PipelineError(
                 f"the step ended inside stage {result.stage}: it did not call "
-                f"'{(cut.exit_before or cut.call).name}' as it did when it was traced"
+                f"'{(cut.exit_before or cut.call).name}' as it did when it was traced. {_SAME_CALLS}"
             )
         result.requires_grad = self.captured.requires_grad
         result.output = self.captured.detach()

@@ -216,7 +216,7 @@ class Engine:
     def settle(self) -> None:
         """Bring every replica of every stage up to date now; every rank has to call it at the same point."""
         if self.standpoints is not None:
-            self.standpoints.meet("ends an epoch or saves")
+            self.standpoints.meet("saves, or ends its training")
         if self.weights.replicas_outdated:
             with self._receiving():
                 # A number that no batch has: weights sent here are never taken for those that a batch begins with.

@@ -16,7 +16,7 @@ from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration.growth import GrowthWatch
 from lightning_asyncpipe.integration.watch import ParameterWatch
 from lightning_asyncpipe.runtime.hollow import hollow
-from tests.support.edge_data import Regression, Tower, sized
+from tests.support.edge_basics import Regression, Tower, sized
 from tests.support.edges import Scenario, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.edge_data import Regression, sized, stream
+from tests.support.edge_basics import Regression, sized, stream
 from tests.support.edges import Scenarios
 
 HOOKS = Scenarios()

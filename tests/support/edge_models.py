@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from tests.support.edge_data import WIDTH, Points, Regression, Tower, shuffled, sized
+from tests.support.edge_basics import WIDTH, Points, Regression, Tower, shuffled, sized
 from tests.support.edges import Scenarios
 from tests.support.models import GPT, VOCABULARY, LanguageModel, loader
 

@@ -13,7 +13,6 @@ from tests.support.edges import Scenarios
 from tests.support.models import VOCABULARY
 
 TRANSFORMERS = Scenarios()
-RANDOM_TRANSFORMERS = Scenarios()
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
@@ -98,14 +97,13 @@ def tokens(labels: str, padded: bool = True) -> DataLoader[Any]:
     return DataLoader(Tokens(29, labels, padded), 7)
 
 
-TRANSFORMERS = {
-    "GPT-2": (gpt2, "next", False),
-    "GPT-2 with padding": (gpt2, "next", True),
-    "BERT with its masked-language loss": (bert_for_masked_language, "masked", True),
-    "BERT with a classifier": (bert_for_classification, "class", True),
-}
-for name, (model, labels, padded) in TRANSFORMERS.items():
-    MODELS.add(
+for name, model, labels, padded in (
+    ("GPT-2", gpt2, "next", False),
+    ("GPT-2 with padding", gpt2, "next", True),
+    ("BERT with its masked-language loss", bert_for_masked_language, "masked", True),
+    ("BERT with a classifier", bert_for_classification, "class", True),
+):
+    TRANSFORMERS.add(
         name,
         lambda model=model: Transformer(model()),
         lambda labels=labels, padded=padded: tokens(labels, padded),
@@ -113,6 +111,6 @@ for name, (model, labels, padded) in TRANSFORMERS.items():
         reference="parts",
     )
 for name, model in {"GPT-2 with dropout": lambda: gpt2(0.1), "GPT-2 with checkpointing": checkpointed_gpt2}.items():
-    MODELS.add(
+    TRANSFORMERS.add(
         name, lambda model=model: Transformer(model()), lambda: tokens("next", padded=False), reference="none"
     )

@@ -14,13 +14,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_asyncpipe import AsyncMultiPipeStrategy, ReferenceStrategy
-from tests.support.edge_data import DATA, WIDTH, Points, Regression, Tower, shuffled
+from tests.support.edge_basics import WIDTH, Points, Regression, Tower, shuffled
+from tests.support.edge_data import DATA
 from tests.support.edge_hooks import HOOKS, Logs
 from tests.support.edge_models import MODELS, NormTower
+from tests.support.edge_random import RANDOM
+from tests.support.edge_transformers import TRANSFORMERS
 from tests.support.edges import STAGES, How, Observed, Scenario, observe, run, train
 from tests.support.fit import fit
 
-SCENARIOS = {**DATA, **MODELS, **HOOKS}
+SCENARIOS = {**DATA, **MODELS, **RANDOM, **TRANSFORMERS, **HOOKS}
 OTHER_SEED = 77
 
 
