@@ -253,10 +253,11 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         _optimizers_to_device(self.optimizers, self.root_device)
 
     def _check(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
+        function = trainer.state.fn
+        if function is not None and function != TrainerFn.FITTING:
             raise MisconfigurationException(
-                f"`Trainer.{trainer.state.fn.value}` is not supported by {type(self).__name__} yet: load the checkpoint "
-                "into the module on one device and use a Trainer without this strategy."
+                f"`Trainer.{function.value}` is not supported by {type(self).__name__} yet: load the checkpoint into "
+                "the module on one device and use a Trainer without this strategy."
             )
         if internals.validation_in_fit(trainer):
             raise MisconfigurationException(

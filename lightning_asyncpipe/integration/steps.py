@@ -180,7 +180,8 @@ class TrainingSteps:
         samples = sum(part.size for part in parts)
         if not samples:
             raise PipelineError(
-                f"batch {index} has no samples. Leave such a batch out in the dataset or the batch sampler, on all ranks."
+                f"batch {index} has no samples. Leave such a batch out in the dataset or the batch sampler, on all "
+                "ranks."
             )
         share = 1.0 / (samples * self._trainer.accumulate_grad_batches * self._geometry.replicas)
         work = Work(

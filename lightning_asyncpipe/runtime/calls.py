@@ -17,8 +17,8 @@ from lightning_asyncpipe.runtime.structure import leaf_at, replace_leaf
 from lightning_asyncpipe.runtime.trace import CallKey
 
 _SAME_CALLS = (
-    "The step has to call the same modules for every micro-batch. Let one that returns early, to skip a batch, make its "
-    "calls as ever and return a loss times zero."
+    "The step has to call the same modules for every micro-batch. Let one that returns early, to skip a batch, make "
+    "its calls as ever and return a loss times zero."
 )
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from lightning_asyncpipe.runtime.buffers import BufferRecord
 from lightning_asyncpipe.runtime.channels import MessageKey, Transport
 from lightning_asyncpipe.runtime.exchange import WeightExchange
 from lightning_asyncpipe.runtime.stages import StageForward, StageRunner, StageTask
-from lightning_asyncpipe.runtime.standpoint import Standpoints, mismatch
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
+from lightning_asyncpipe.runtime.standpoint import Standpoints, mismatch
 from lightning_asyncpipe.runtime.stash import WeightStash
 
 ACTIVATION, GRADIENT = 0, 1

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 
@@ -102,7 +104,7 @@ def test_early_forwards_fill_waits_and_move_nothing() -> None:
     assert early
     for line in devices_of(t, [*current, *early]):
         line.sort()
-        assert all(one[1] <= other[0] for one, other in zip(line, line[1:], strict=False))
+        assert all(one[1] <= other[0] for one, other in pairwise(line))
         assert line[-1][1] <= until
 
 
@@ -128,7 +130,7 @@ def test_weight_gradients_give_way_to_early_forwards() -> None:
     assert any(one != other for one, other in zip(moved, current, strict=True))
     for line in devices_of(t, [*moved, *early]):
         line.sort()
-        assert all(one[1] <= other[0] for one, other in zip(line, line[1:], strict=False))
+        assert all(one[1] <= other[0] for one, other in pairwise(line))
 
 
 @given(cases(max_devices=6, max_segments=1))
