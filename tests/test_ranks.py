@@ -55,6 +55,7 @@ SAME_TO_RANKS = {
     "warm-up by hand before the step",
     "a callback that starts batches",
     "configured clipping by value",
+    "a step that reads the learning rate",
     "a schedule by step",
     "a schedule by epoch",
 }
@@ -185,20 +186,35 @@ def test_all_ranks_of_a_replica_see_each_epoch_in_one_order_of_its_own(ranks):
 # Replicas
 
 REPLICAS = {"num_stages": 2, "data_parallel_size": 2}
+IN_FOUR_STAGES = ("GPT-2 with padding", "GPT-2 with dropout", "BERT with its masked-language loss")
 
 
-def _replicated() -> dict[str, Observed]:
+def _on_four_ranks() -> dict[str, Observed]:
     """What each of four ranks does."""
     return {
+        **rank_runs.scenarios(IN_FOUR_STAGES, num_stages=4),
         "synchronous": rank_runs.with_lightnings_sampler(NormTower, **REPLICAS, max_staleness=0),
         "asynchronous": rank_runs.with_lightnings_sampler(NormTower, **REPLICAS, num_pipelines=1),
     }
 
 
 @pytest.fixture(scope="module")
-def replicas() -> list[dict[str, Observed]]:
+def four_ranks() -> list[dict[str, Observed]]:
+    """What each of four ranks has observed."""
+    return run_ranks(_on_four_ranks, 4, timeout=280.0)
+
+
+@pytest.fixture
+def replicas(four_ranks) -> list[dict[str, Observed]]:
     """What each rank of two replicas of two stages has observed."""
-    return run_ranks(_replicated, 4, timeout=280.0)
+    return [{key: rank[key] for key in ("synchronous", "asynchronous")} for rank in four_ranks]
+
+
+@pytest.mark.parametrize("name", IN_FOUR_STAGES)
+def test_transformers_in_four_stages_equal_the_emulated(name, four_ranks):
+    expected = run(SCENARIOS[name], "emulated", num_stages=4)
+    for rank in four_ranks:
+        assert_same(rank[name], expected)
 
 
 def shares(replica: int) -> list[list[list[float]]]:

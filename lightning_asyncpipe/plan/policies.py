@@ -26,12 +26,15 @@ class Policy(NamedTuple):
         keys: the priorities.
         overrun: how long early forwards may go on after the last device is done, in average forwards.
         limit: the most early forwards of a device.
+        message: how long messages are taken to be when operations are put in order, as a multiple of what they are:
+            orders made for shorter or longer ones sometimes do better.
     """
 
     name: str
     keys: Keys
     overrun: float
     limit: int
+    message: float = 1.0
 
 
 class Generator:

@@ -19,7 +19,8 @@ class Planner:
     Args:
         placement: which device runs which stage.
         max_in_flight: micro-batches of one pipeline between their first stage's forward and its backward, at least 1.
-        costs: what actions cost; all stages alike, and a backward twice a forward, unless given.
+        costs: what actions cost; unless given, all stages are alike, a backward takes as long as two forwards, and a
+            message a tenth of one.
         split_backward: plan the input's and the weights' gradients as separate actions.
         effort: simulated operations to spend on the choice of a policy, per size of batch.
         tolerance: the share of a step's time that fewer early forwards may cost.
@@ -37,7 +38,7 @@ class Planner:
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}: at least one micro-batch must be let in")
         if costs is None:
-            costs = Costs.uniform(placement.num_stages)
+            costs = Costs.uniform(placement.num_stages, message=0.1)
         elif costs.num_stages != placement.num_stages:
             raise ValueError(f"costs of {costs.num_stages} stages for {placement.num_stages} stages")
         self.placement = placement

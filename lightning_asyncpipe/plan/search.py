@@ -8,6 +8,7 @@ The effort is counted in simulated operations, not in seconds, so that the choic
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 from lightning_asyncpipe.plan.listing import Keys
@@ -28,11 +29,12 @@ TOLERANCE = 0.002
 """The share of time that fewer early forwards may cost."""
 
 _OVERRUNS = (0.0, 1.0, 2.0, 3.0)
+_MESSAGES = (1.0, 0.0, 2.0)
 _SEGMENTS = (3, 10)
 """The fewest and the most segments that a policy gets to settle."""
 _SHARE = 16
 """Into how many policies the effort should go at least, where the fewest segments allow it."""
-_CANDIDATES = 300
+_CANDIDATES = 600
 
 
 class Choice(NamedTuple):
@@ -118,13 +120,15 @@ class _Search:
     def candidates(self) -> Iterator[Policy]:
         """Policies in the order in which to try them; later ones build on the best so far."""
         overruns = _OVERRUNS if self.ahead else _OVERRUNS[:1]
+        messages = _MESSAGES if self.tables.message else _MESSAGES[:1]
         unlimited = self.tables.max_in_flight * self.tables.pipelines
         rules = self.shortlist()
-        for extra in (overruns[:2], overruns[2:]):
+        first = list(product(messages, overruns[:2]))
+        for variants in (first, list(product(messages[:1], overruns[2:]))):
             for name, keys in rules:
-                for overrun in extra:
+                for message, overrun in variants:
                     if self.left > 0.25 * self.effort or not self.front:
-                        yield Policy(name, keys, overrun, unlimited)
+                        yield Policy(name, keys, overrun, unlimited, message)
         if self.ahead:
             yield from self.fewer_early()
         generator = Generator(self.tables.stages * 1000 + self.tables.pipelines)
@@ -133,12 +137,14 @@ class _Search:
             keys = policy.keys
             if not keys.strict:  # what is strict must be an order that can be kept
                 keys = perturbed(self.tables, keys, generator)
-            overrun, limit = policy.overrun, policy.limit
+            overrun, limit, message = policy.overrun, policy.limit, policy.message
             if generator.unit() < 0.25:
                 overrun = overruns[generator.below(len(overruns))]
             if generator.unit() < 0.25:
                 limit = generator.below(min(unlimited, 2 * limit) + 1)
-            yield Policy(policy.name, keys, overrun, limit)
+            if generator.unit() < 0.25:
+                message = messages[generator.below(len(messages))]
+            yield Policy(policy.name, keys, overrun, limit, message)
 
     def shortlist(self) -> list[tuple[str, Keys]]:
         """All rules; where there is not the effort to settle them all, the most promising ones first."""

@@ -6,6 +6,8 @@ A *slot* is one stage of one pipeline, numbered ``pipeline * D + stage``; a slot
 
 from __future__ import annotations
 
+import copy
+
 from lightning_asyncpipe.plan.costs import Costs
 from lightning_asyncpipe.plan.placement import Placement
 
@@ -21,6 +23,7 @@ class Tables:
     """Lists indexed by slot: ``device``, and durations ``forward``, ``backward`` and ``weight``."""
 
     def __init__(self, placement: Placement, max_in_flight: int, costs: Costs, split_backward: bool) -> None:
+        self._others: dict[float, Tables] = {}
         stages = placement.num_stages
         self.placement = placement
         self.costs = costs
@@ -37,3 +40,13 @@ class Tables:
         self.message = costs.message if stages > 1 else 0.0
         self.mean_forward = sum(costs.forward) / stages
         self.hosted = [placement.hosted(d) for d in range(stages)]
+
+    def with_messages(self, factor: float) -> Tables:
+        """The same, but for messages that take ``factor`` times as long."""
+        if factor == 1 or not self.message:
+            return self
+        other = self._others.get(factor)
+        if other is None:
+            other = self._others[factor] = copy.copy(self)
+            other.message = factor * self.message
+        return other

@@ -337,6 +337,22 @@ class Scheduled(Regression):
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
+class ReadsRates(Scheduled):
+    """Asks for the learning rate in the step, and logs it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rate = self.optimizers().param_groups[0]["lr"]
+        self.log("rate", rate, prog_bar=True)
+        self.log("last", self.lr_schedulers().get_last_lr()[0])
+        return super().training_step(batch, batch_idx) * (1.0 + rate)
+
+
+HOOKS.add(
+    "a step that reads the learning rate",
+    lambda: ReadsRates("epoch"),
+    lambda: sized(*HOOK_SIZES),
+    arguments=TWO_EPOCHS,
+)
 for kind in ("step", "epoch", "whole run", "plateau"):
     HOOKS.add(
         f"a schedule by {kind}",

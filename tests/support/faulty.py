@@ -1,7 +1,7 @@
 """A training as a user starts it, in which one thing goes wrong: ``python faulty.py FAULT DIRECTORY``.
 
 Each process leaves a file ``pid-RANK`` in the directory. When the fault happens, its time is left in the file
-``fault``; where it is to come from outside (a signal), the file ``training`` says when.
+``fault``; where it is to come from outside (a signal), the file ``training`` says that it may.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_asyncpipe import AsyncMultiPipeStrategy
 from lightning_asyncpipe.errors import CollectiveInStepError
-from tests.support.edge_data import WIDTH, Points, Regression, Tower, sized
+from tests.support.edge_basics import WIDTH, Points, Regression, Tower, sized
 
 BUSY = 60.0
 """Seconds that a rank is busy without looking up: longer than a run may take to end."""
@@ -82,7 +82,7 @@ class Corrupt(Points):
 class Sizes:
     """A batch sampler: batches of these sizes, each of its own eight samples; at one of them it goes wrong."""
 
-    def __init__(self, sizes: list[int], wrong: int | None) -> None:
+    def __init__(self, sizes: list[int], wrong: int) -> None:
         self.sizes, self.wrong = sizes, wrong
 
     def __len__(self) -> int:
@@ -116,6 +116,14 @@ class Part(IterableDataset[Any]):
 
 
 # Modules
+
+
+class Half(Regression):
+    """The second half of the model has no parameters, and so has one of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 1), nn.Flatten(0), nn.Tanh(), nn.Tanh())
 
 
 class Raises(Regression):
@@ -178,74 +186,52 @@ class Gathers(Regression):
         return super().training_step(batch, batch_idx)
 
 
-class NoneOnce(Regression):
-    """The step skips a micro-batch, as plain Lightning allows."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 3 and bool((batch[0] == Points(32).x[24]).all(1).any()):
-            happens()
-            return None
-        return loss
-
-
-class Set(Regression):
-    """What is wrong is there from the start."""
+class Manual(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
     def setup(self, stage: str) -> None:
         happens()
 
 
-class Manual(Set):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class OtherOnEachRank(Set):
+class OtherOnEachRank(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.net = Tower(4 + rank())
 
-
-class Recurrent(Set):
-    """Two tensors pass from call to call, and nothing is before or after the loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.LSTMCell(1, WIDTH)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        state = None
-        for column in batch[0].unbind(1):
-            state = self.net(column[:, None], state)
-        return (state[0] + state[1]).square().mean()
+    def setup(self, stage: str) -> None:
+        happens()
 
 
-class Half(Regression):
-    """The second half of the model has no parameters, and so has one of two ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 1), nn.Flatten(0), nn.Tanh(), nn.Tanh())
+# Callbacks
 
 
 class SavesBadly(pl.Callback):
     """Raises while the other ranks wait to save."""
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if rank() == 1 and trainer.global_step > 4:
+        if rank() == 1 and trainer.global_step == 6:
             happens()
             raise Boom("while saving")
 
 
-class StartsBadly(pl.Callback):
-    """Raises before a batch, on one rank."""
+class SavesAlone(pl.Callback):
+    """Saves on one rank, as one does where that rank has the whole model."""
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if rank() == 1 and batch_idx == 5:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero and batch_idx == 4:
             happens()
-            raise Boom("before the batch")
+            trainer.save_checkpoint(directory() / "alone.ckpt")
+
+
+class WaitsAlone(pl.Callback):
+    """Calls a collective on one rank, when the other one is in another collective."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if rank() == 1:
+            happens()
+            trainer.strategy.barrier()
 
 
 @dataclass(frozen=True)
@@ -269,36 +255,35 @@ class Fault:
     send: tuple[signal.Signals, str] | None = None
 
 
+SYNCHRONOUS = {"max_staleness": 0}
 SPAWN = {"start_method": "spawn"}
 FAULTS: dict[str, Fault] = {
     "nothing": Fault(Half, strategy={"num_pipelines": 1}),
     "noise of each rank's own": Fault(loader=lambda: DataLoader(Noisy(96), 8), ranks=3),
     "a smaller batch": Fault(loader=lambda: differing([8] * 5, [8, 8, 3, 8, 8], wrong=2)),
-    "a loader that is shorter": Fault(loader=lambda: differing([8] * 5, [8] * 3, wrong=3)),
-    "a loader that is shorter, synchronous": Fault(
-        loader=lambda: differing([8] * 5, [8] * 3, wrong=3), strategy={"max_staleness": 0}
+    "a shorter loader": Fault(loader=lambda: differing([8] * 5, [8] * 3, wrong=3)),
+    "a shorter loader, synchronous": Fault(
+        loader=lambda: differing([8] * 5, [8] * 3, wrong=3), strategy=SYNCHRONOUS
     ),
-    "a stream that is shorter": Fault(loader=lambda: DataLoader(Part(24, 40), 8)),
-    "a replica's stream that is shorter": Fault(
-        loader=lambda: DataLoader(Part(40, 24), 8), strategy={"data_parallel_size": 2, "max_staleness": 0}
+    "a shorter stream of a replica": Fault(
+        loader=lambda: DataLoader(Part(40, 24), 8), strategy={"data_parallel_size": 2, **SYNCHRONOUS}
     ),
     "a corrupt sample": Fault(loader=lambda: DataLoader(Corrupt(96), 8, num_workers=1)),
-    "the first step raises on rank 0": Fault(lambda: Raises(0, 0)),
-    "the first step raises on rank 1": Fault(lambda: Raises(1, 0)),
-    "a step raises on rank 0, rank 1 is busy": Fault(lambda: Raises(0, 5, busy=True)),
-    "a step raises on rank 2, the others are busy": Fault(lambda: Raises(2, 5, busy=True), ranks=3),
-    "saving raises on rank 1": Fault(callbacks=lambda: [SavesBadly()]),
-    "a hook raises on rank 1": Fault(callbacks=lambda: [StartsBadly()], ranks=3),
+    "rank 0 raises in the first step": Fault(lambda: Raises(0, 0)),
+    "rank 1 raises in the first step": Fault(lambda: Raises(1, 0)),
+    "rank 0 raises, rank 1 is busy": Fault(lambda: Raises(0, 5, busy=True)),
+    "rank 2 raises, the others are busy": Fault(lambda: Raises(2, 5, busy=True), ranks=3),
+    "rank 1 raises in a hook while others save": Fault(callbacks=lambda: [SavesBadly()]),
+    "rank 0 saves alone": Fault(callbacks=lambda: [SavesAlone()]),
+    "rank 1 waits alone": Fault(callbacks=lambda: [WaitsAlone()]),
     "collectives in the step": Fault(Gathers),
-    "a step that returns None once": Fault(NoneOnce),
     "manual optimization": Fault(Manual),
     "different modules": Fault(OtherOnEachRank),
-    "no cut": Fault(Recurrent),
     "rank 0 is killed": Fault(lambda: Dies(0)),
     "rank 1 is killed": Fault(lambda: Dies(1), ranks=3),
     "ctrl-c": Fault(Slow, lambda: batches(10_000), send=(signal.SIGINT, "all")),
     "sigterm": Fault(Slow, lambda: batches(10_000), send=(signal.SIGTERM, "first")),
-    "a step raises on rank 1, spawned": Fault(lambda: Raises(1, 5), strategy=SPAWN),
+    "rank 1 raises, spawned": Fault(lambda: Raises(1, 5), strategy=SPAWN),
     "rank 0 is killed, spawned": Fault(lambda: Dies(0), strategy=SPAWN),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def seed_of_this_rank() -> int:
     return OTHER_SEED + rank if rank else 1
 
 
-def scenarios(names: list[str], **strategy: Any) -> dict[str, Observed]:
+def scenarios(names: Iterable[str], **strategy: Any) -> dict[str, Observed]:
     """Train scenarios one after the other."""
     return {name: run(SCENARIOS[name], "ranks", seed_of_this_rank(), **strategy) for name in names}
 
