@@ -53,7 +53,11 @@ def arguments_of_the_strategy(devices: int = 3, **arguments: Any) -> Callable[[]
 
 
 def training(
-    stages: int = 3, loader: Any = None, module: type[pl.LightningModule] = Regression, strategy: Any = None, **parts: Any
+    stages: int = 3,
+    loader: Any = None,
+    module: type[pl.LightningModule] = Regression,
+    strategy: Any = None,
+    **parts: Any,
 ) -> Callable[[], Any]:
     """A fit of a regression in which some parts are others."""
 
@@ -246,7 +250,12 @@ CONFIGURED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "a recurrent loop": (
         training(2, module=Recurrent),
         MisconfigurationException,
-        ["2 stages were asked for", "cannot be cut at all", "one tensor may cross, but 2 do", r"\[2, 5\] made by 'net'"],
+        [
+            "2 stages were asked for",
+            "cannot be cut at all",
+            "one tensor may cross, but 2 do",
+            r"\[2, 5\] made by 'net'",
+        ],
     ),
     "a cut that is no module": (
         training(strategy={"cuts": ["net.layers.2", "net.layer.4"]}),
@@ -275,7 +284,12 @@ CONFIGURED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     ),
     "two optimizers": (
         training(
-            **optimizers(lambda m: [torch.optim.SGD(m.net.layers.parameters()), torch.optim.Adam(m.net.head.parameters())])
+            **optimizers(
+                lambda m: [
+                    torch.optim.SGD(m.net.layers.parameters()),
+                    torch.optim.Adam(m.net.head.parameters()),
+                ]
+            )
         ),
         MisconfigurationException,
         ["several optimizers", "parameter groups of one optimizer"],
@@ -557,7 +571,9 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Ended]]]:
     """The runs that the selected tests look at, two at a time."""
     here = (item for item in request.session.items if item.path == request.path)
     specifications = (getattr(item, "callspec", None) for item in here)

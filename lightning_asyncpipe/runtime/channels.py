@@ -41,7 +41,7 @@ _FOREVER = timedelta(days=365)
 _SLICE = 0.1  # seconds
 _POSTED_AHEAD = 16  # receives in flight per peer; each costs wire.FIRST_SIZE bytes
 _SMALL_HELD = 32  # small sends per peer whose buffers may be held although they have left
-_EXIT_WAIT = 8.0  # seconds that the exit of the process waits for helper threads
+_EXIT_WAIT = 2.0  # seconds that an exit waits for helper threads; two ranks that exit wait for each other
 _FIRST_TAG, _SECOND_TAG = 1, 2
 
 

@@ -160,6 +160,15 @@ def test_the_steady_state_is_that_of_the_simulator(case: Case) -> None:
     assert simulated <= choice.state.time * 1.15
 
 
+def test_orders_may_be_made_for_other_messages() -> None:
+    t = tables(4, 2, 3, message=0.1)
+    assert (t.with_messages(0).message, t.with_messages(2).message, t.message) == (0.0, 0.2, 0.1)
+    assert t.with_messages(1) is t
+    policy = Policy("", rules(t)["even flow, 2.0 and 2.5, upward 0.0 later"], 1.0, 6)
+    times = {factor: settle(t, policy._replace(message=factor), 8, 8, True, 10).time for factor in (0.0, 1.0)}
+    assert times[0.0] < times[1.0]  # an order for no messages at all, run with them
+
+
 def test_costs_of_steps_lengthen_a_segment() -> None:
     costs = Costs.uniform(4, reduce=1.0, update=0.5)
     t = Tables(Placement(4, 2), 2, costs, False)
