@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from lightning_asyncpipe._private import default_store, own_store, preserve_versions
 from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration import guards, internals
-from lightning_asyncpipe.integration.assembly import Assembly, assemble
+from lightning_asyncpipe.integration.assembly import Assembly, align_ranks, assemble
 from lightning_asyncpipe.integration.clipping import global_norms, reduce_with
 from lightning_asyncpipe.integration.launchers import PopenLauncher, ProcessLauncher
 from lightning_asyncpipe.integration.lookahead import seed_workers
@@ -247,8 +247,13 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         self._check(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
+        align_ranks(self.lightning_module, self.world)
+        self.setup_optimizers(trainer)  # before the step is run to find its cuts: it may read the learning rate
         self._assembly = assemble(self, trainer)
-        self.setup_optimizers(trainer)
+        self._owned = [
+            OwnedOptimizer(optimizer, self._assembly.names_by_id, self._assembly.owned)
+            for optimizer in self.optimizers
+        ]
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
 
@@ -329,11 +334,6 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         with guards.one_optimizer():
             super().setup_optimizers(trainer)
         guards.check_optimizers(self.optimizers)
-        assembly = self._require_assembly()
-        owned = assembly.owned
-        self._owned = [
-            OwnedOptimizer(optimizer, assembly.names_by_id, owned) for optimizer in self.optimizers
-        ]
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -456,9 +456,10 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         return super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, name: str | None = None) -> None:
+        guards.forbid_in_step("strategy.barrier")
+        if self._has_failed or not _distributed_is_initialized():
+            return  # in a hook that runs on an exception there is nobody to wait for
         self._begin_collective("strategy.barrier")
-        if not _distributed_is_initialized():
-            return
         if torch.distributed.get_backend() == "nccl":
             torch.distributed.barrier(device_ids=[self.root_device.index])
         else:

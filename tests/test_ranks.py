@@ -48,7 +48,6 @@ SAME_TO_RANKS = {
     "checkpointed blocks with dropout, outside",
     "constant buffers",
     "a step that calls the module",
-    "sparse gradients",
     "Lightning's own first example",
     "GPT-2",
     "GPT-2 with dropout",

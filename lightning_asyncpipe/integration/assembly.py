@@ -127,18 +127,22 @@ class Assembly:
         self.executor.close()
 
 
+def align_ranks(module: nn.Module, world: World) -> None:
+    """Give every rank the weights, buffers and random states of rank 0."""
+    synchronise(module, world)
+    internals.set_random_states(world.broadcast(internals.collect_random_states()))
+
+
 def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
     """Look at the first batch, cut the model, and build what runs the pipelines.
 
-    All ranks call it at the same point. Randomness is left as it was found, the same on every rank.
+    All ranks call it at the same point, after :func:`align_ranks`. What loaders drew at random stays drawn; what the
+    runs of the step drew does not.
     """
     module = strategy.lightning_module
     assert module is not None
     world, geometry = strategy.world, strategy.geometry
-    synchronise(module, world)
-    internals.set_random_states(world.broadcast(internals.collect_random_states()))
     seed = world.broadcast(torch.initial_seed()) & _SEED_MASK
-    states = internals.collect_random_states()
     internals.set_up_training_data(trainer)
     fetcher = install(trainer)
     peeked = fetcher.peek() if fetcher is not None else None
@@ -147,6 +151,7 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
             f"{type(strategy).__name__} plans from the first training batch, and there is none: check the training "
             "dataloader, `limit_train_batches` and `max_steps`."
         )
+    states = internals.collect_random_states()
     statistics = RunningStatistics(module)
     call = StepCall(module)
     program = _program(strategy, module, call, peeked.batch, peeked.batch_idx, statistics)

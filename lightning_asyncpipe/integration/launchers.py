@@ -13,8 +13,10 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -286,12 +288,29 @@ class ProcessLauncher(_MultiProcessingLauncher):
         )
         self.procs = context.processes
         try:
-            dead = self._wait_for_all_or_one_failed()
+            with self._passing_on_sigterm():
+                dead = self._wait_for_all_or_one_failed()
         finally:  # also on Ctrl-C, which the terminal sends to all processes
             self._end_processes()
         if dead is not None:
             raise as_exception(self._failure(dead))
         return queue.get()
+
+    @contextmanager
+    def _passing_on_sigterm(self) -> Iterator[None]:
+        """Let SIGTERM end the training on all ranks after the same batch; by default it kills.
+
+        Does nothing where the program handles SIGTERM itself.
+        """
+        in_main = threading.current_thread() is threading.main_thread()
+        if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            yield
+            return
+        signal.signal(signal.SIGTERM, lambda signum, frame: self.kill(signum))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _wait_for_all_or_one_failed(self) -> int | None:
         """The index of the first process that ended badly, once one has; None: all ended well."""

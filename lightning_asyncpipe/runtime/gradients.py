@@ -95,7 +95,7 @@ def pack_gradients(
             parts.append(torch.zeros(shapes[name].numel(), dtype=dtype, device=device))
         else:
             flags[i] = 1
-            parts.append(total.reshape(-1))
+            parts.append((total.to_dense() if total.is_sparse else total).reshape(-1))
     return torch.cat([*parts, flags])
 
 

@@ -74,6 +74,11 @@ def cases(draw: st.DrawFn, max_devices: int = 9, max_segments: int = 4) -> Case:
     )
 
 
+def quick_planner(placement: Placement, max_in_flight: int, split_backward: bool = False) -> Planner:
+    """A planner that does not search for long."""
+    return Planner(placement, max_in_flight, split_backward=split_backward, effort=3000)
+
+
 def repeated(planner: Planner, microbatches: int, count: int, steps: bool = True) -> list[SegmentPlan]:
     """``count`` segments of one size, the first without a carry, each looking ahead."""
     segments: list[SegmentPlan] = []

@@ -7,8 +7,8 @@ from lightning_asyncpipe.errors import ScheduleError
 from lightning_asyncpipe.plan.actions import Action
 from lightning_asyncpipe.plan.grid import dumps, loads, render
 from lightning_asyncpipe.plan.placement import Placement
-from lightning_asyncpipe.plan.schedule import Planner, SegmentPlan, SegmentSpec
-from tests.plan.chains import Case, cases
+from lightning_asyncpipe.plan.schedule import SegmentPlan, SegmentSpec
+from tests.plan.chains import Case, cases, quick_planner
 
 PLACEMENT = Placement(2, 1)
 TEXT = """\
@@ -76,6 +76,6 @@ def test_a_grid_shows_devices_over_time() -> None:
 
 
 def test_a_grid_of_split_backwards_shows_both_halves() -> None:
-    text = render(Placement(2, 2), [Planner(Placement(2, 2), 2, split_backward=True).segment(SegmentSpec(2))])
+    text = render(Placement(2, 2), [quick_planner(Placement(2, 2), 2, True).segment(SegmentSpec(2))])
     assert "I0" in text
     assert "W0" in text

@@ -142,7 +142,10 @@ def test_a_replay_takes_the_time_of_the_simulation_that_it_replays(case: Case) -
         current, early = run_segment(t, Policy("", rules(t)[name], 0.0, 3), m, m, (), True)
         order = Order.of(m, m, current, early)
         result = replay(t, order, (), True, Starts((0.0,) * t.stages, ()))
-        assert result.length == pytest.approx(max(end for _, end, _, _, _ in [*current, *early]))
+        simulated = max(end for _, end, _, _, _ in [*current, *early])
+        if not (case.split and early):
+            assert result.length == pytest.approx(simulated)
+        assert result.length <= simulated + 1e-9  # weight gradients that gave way may close up
 
 
 @given(cases(max_devices=5, max_segments=1))

@@ -6,20 +6,22 @@ from hypothesis import given, settings
 from lightning_asyncpipe.errors import ScheduleError
 from lightning_asyncpipe.plan.actions import COMPUTE, MESSAGES, RECEIVES, Action, Kind
 from lightning_asyncpipe.plan.placement import Placement
-from lightning_asyncpipe.plan.schedule import Costs, Planner, SegmentPlan, SegmentSpec
+from lightning_asyncpipe.plan.schedule import Costs, SegmentPlan, SegmentSpec
 from lightning_asyncpipe.plan.simulator import simulate
-from tests.plan.chains import Case, cases, repeated
+from tests.plan.chains import Case, cases, quick_planner, repeated
 
 
 def plan(spec: SegmentSpec, *lines: str, carry: tuple[int, ...] = ()) -> SegmentPlan:
     return SegmentPlan(spec, tuple(tuple(Action.parse(word) for word in line.split()) for line in lines), carry)
 
 
-QUIET = {"updated": False, "steps": False}
+def quiet(microbatches: int, ahead: int = 0, carried: tuple[int, ...] = ()) -> SegmentSpec:
+    """A segment without a step on either side."""
+    return SegmentSpec(microbatches, ahead, carried, updated=False, steps=False)
 
 
 def test_one_microbatch_on_one_device() -> None:
-    segment = plan(SegmentSpec(1, **QUIET), "F0:0@0 B0:0@0")
+    segment = plan(quiet(1), "F0:0@0 B0:0@0")
     result = simulate(Placement(1, 1), [segment], Costs.uniform(1))
     assert result.makespan == 3.0
     assert result.utilisation == (1.0,)
@@ -29,7 +31,7 @@ def test_one_microbatch_on_one_device() -> None:
 
 def test_one_microbatch_through_two_stages_with_messages() -> None:
     segment = plan(
-        SegmentSpec(1, **QUIET),
+        quiet(1),
         "RA1:0@0<1 F1:0@0 B1:0@0 SG1:0@0>1",
         "F0:0@0 SA0:0@0>0 RG0:0@0<0 B0:0@0",
     )
@@ -45,7 +47,7 @@ def test_one_microbatch_through_two_stages_with_messages() -> None:
 
 def test_a_message_waits_for_its_receive_to_be_posted() -> None:
     segment = plan(
-        SegmentSpec(2, **QUIET),
+        quiet(2),
         "F0:0@0 SA0:0@0>1 RA1:1@1<1 RG0:0@0<1 F1:1@1 B1:1@1 SG1:1@1>1 B0:0@0",
         "F0:1@1 RA1:0@0<0 SA0:1@1>0 F1:0@0 B1:0@0 SG1:0@0>0 RG0:1@1<0 B0:1@1",
     )
@@ -77,12 +79,12 @@ def test_a_step_waits_for_the_reductions_and_new_weights_for_the_step() -> None:
 def test_the_next_segment_begins_on_all_devices_at_once() -> None:
     segments = [
         plan(
-            SegmentSpec(1, ahead=1, **QUIET),
+            quiet(1, ahead=1),
             "RA1:0@0<1 F1:0@0 B1:0@0 SG1:0@0>1",
             "F0:0@0 SA0:0@0>0 RG0:0@0<0 B0:0@0",
             carry=(0,),
         ),
-        plan(SegmentSpec(1, **QUIET), "RA1:0@0<1 F1:0@0 B1:0@0 SG1:0@0>1", "F0:0@0 SA0:0@0>0 RG0:0@0<0 B0:0@0"),
+        plan(quiet(1), "RA1:0@0<1 F1:0@0 B1:0@0 SG1:0@0>1", "F0:0@0 SA0:0@0>0 RG0:0@0<0 B0:0@0"),
     ]
     result = simulate(Placement(2, 1), segments, Costs.uniform(2))
     assert result.timeline[0][4].start == 6.0 == result.ends[0]
@@ -90,7 +92,7 @@ def test_the_next_segment_begins_on_all_devices_at_once() -> None:
 
 
 def test_early_forwards_are_stale_only_across_a_step() -> None:
-    planner = Planner(Placement(4, 2), 2)
+    planner = quick_planner(Placement(4, 2), 2)
     for steps in (False, True):
         result = simulate(Placement(4, 2), repeated(planner, 4, 3, steps), Costs.uniform(4))
         assert sum(result.early) > 0
@@ -100,8 +102,8 @@ def test_early_forwards_are_stale_only_across_a_step() -> None:
 
 def test_weight_gradients_hold_activations() -> None:
     placement = Placement(1, 1)
-    late = plan(SegmentSpec(2, **QUIET), "F0:0@0 I0:0@0 F0:1@0 I0:1@0 W0:0@0 W0:1@0")
-    soon = plan(SegmentSpec(2, **QUIET), "F0:0@0 I0:0@0 W0:0@0 F0:1@0 I0:1@0 W0:1@0")
+    late = plan(quiet(2), "F0:0@0 I0:0@0 F0:1@0 I0:1@0 W0:0@0 W0:1@0")
+    soon = plan(quiet(2), "F0:0@0 I0:0@0 W0:0@0 F0:1@0 I0:1@0 W0:1@0")
     assert simulate(placement, [late], Costs.uniform(1)).peak_held == (2,)
     assert simulate(placement, [soon], Costs.uniform(1)).peak_held == (1,)
     assert simulate(placement, [late], Costs.uniform(1)).in_flight == (1,)
@@ -109,7 +111,7 @@ def test_weight_gradients_hold_activations() -> None:
 
 def test_what_is_carried_is_held_from_the_start() -> None:
     placement = Placement(1, 1)
-    segment = plan(SegmentSpec(2, carried=(1, 1), **QUIET), "B0:0@0 B0:1@0")
+    segment = plan(quiet(2, carried=(1, 1)), "B0:0@0 B0:1@0")
     result = simulate(placement, [segment], Costs.uniform(1))
     assert result.peak_held == (2,)
     assert result.in_flight == (2,)
@@ -117,21 +119,21 @@ def test_what_is_carried_is_held_from_the_start() -> None:
 
 def test_a_dropped_carry_is_held_no_more() -> None:
     placement = Placement(1, 1)
-    first = plan(SegmentSpec(1, ahead=1, **QUIET), "F0:0@0 B0:0@0 F0:0@0+", carry=(1,))
-    second = plan(SegmentSpec(1, **QUIET), "F0:0@0 B0:0@0")
+    first = plan(quiet(1, ahead=1), "F0:0@0 B0:0@0 F0:0@0+", carry=(1,))
+    second = plan(quiet(1), "F0:0@0 B0:0@0")
     result = simulate(placement, [first, second], Costs.uniform(1))
     assert result.peak_held == (1,)
     assert result.in_flight == (1,)
 
 
 def test_the_steady_state_needs_two_segments() -> None:
-    result = simulate(Placement(2, 1), repeated(Planner(Placement(2, 1), 2), 2, 1), Costs.uniform(2))
+    result = simulate(Placement(2, 1), repeated(quick_planner(Placement(2, 1), 2), 2, 1), Costs.uniform(2))
     with pytest.raises(ValueError, match="settled is 1 in a chain of 1"):
         result.time_per_segment()
 
 
 def test_segments_that_get_stuck_are_not_simulated() -> None:
-    segment = plan(SegmentSpec(1, **QUIET), "RA1:0@0<1 F1:0@0", "")
+    segment = plan(quiet(1), "RA1:0@0<1 F1:0@0", "")
     with pytest.raises(ScheduleError, match="deadlock"):
         simulate(Placement(2, 1), [segment], Costs.uniform(2))
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from lightning_asyncpipe.errors import ScheduleError
 from lightning_asyncpipe.plan.actions import Action, Kind
 from lightning_asyncpipe.plan.placement import Placement
-from lightning_asyncpipe.plan.schedule import Planner, SegmentPlan, SegmentSpec
+from lightning_asyncpipe.plan.schedule import SegmentPlan, SegmentSpec
 from lightning_asyncpipe.plan.validator import validate
-from tests.plan.chains import Case, cases, repeated
+from tests.plan.chains import Case, cases, quick_planner, repeated
 
 PLACEMENT = Placement(4, 2)
 Line = list[Action]
 
 
 def good(split: bool = False) -> list[SegmentPlan]:
-    return repeated(Planner(PLACEMENT, 2, split_backward=split), 6, 3)
+    return repeated(quick_planner(PLACEMENT, 2, split), 6, 3)
 
 
 def mutate(
@@ -165,7 +165,7 @@ def test_messages_of_a_pair_meet_in_the_order_of_their_issue() -> None:
         first, second = (find(line, Kind.RECV_ACTIVATION, n, peer=1) for n in (0, 1))
         line[first], line[second] = line[second], line[first]
 
-    segments = [Planner(PLACEMENT, 2).segment(SegmentSpec(4))]
+    segments = [quick_planner(PLACEMENT, 2).segment(SegmentSpec(4))]
     with pytest.raises(ScheduleError, match="meet in the order of their issue"):
         validate(PLACEMENT, mutate(segments, 0, 0, swap), 2)
 
@@ -196,7 +196,7 @@ def test_two_devices_that_want_to_receive_first_are_refused() -> None:
 
 def test_a_deadlock_names_the_blocked_actions() -> None:
     placement = Placement(3, 3)
-    plan = Planner(placement, 1).segment(SegmentSpec(3, updated=False, steps=False))
+    plan = quick_planner(placement, 1).segment(SegmentSpec(3, updated=False, steps=False))
     # Device 0 waits for 1, 1 for 2 and 2 for 0, and each would send what the other waits for only afterwards.
     first = (
         "RA2:0@0<1 F2:0@0",
@@ -214,14 +214,14 @@ def test_a_deadlock_names_the_blocked_actions() -> None:
 
 
 def test_the_bound_on_microbatches_in_flight_is_checked() -> None:
-    segments = repeated(Planner(PLACEMENT, 3), 8, 3)
+    segments = repeated(quick_planner(PLACEMENT, 3), 8, 3)
     validate(PLACEMENT, segments, 3)
     with pytest.raises(ScheduleError, match=r"device \d, F0:\d@\d.*: in flight: 3 micro-batches"):
         validate(PLACEMENT, segments, 2)
 
 
 def test_the_bound_holds_across_segments() -> None:
-    segments = repeated(Planner(PLACEMENT, 2), 4, 2)
+    segments = repeated(quick_planner(PLACEMENT, 2), 4, 2)
     assert any(segments[0].carry)
     with pytest.raises(ScheduleError, match="in flight"):
         validate(PLACEMENT, segments[1:], 1)
@@ -230,18 +230,18 @@ def test_the_bound_holds_across_segments() -> None:
 def test_the_bound_on_staleness_is_checked() -> None:
     with pytest.raises(ScheduleError, match=r"device \d, \S*\+\S*: staleness"):
         validate(PLACEMENT, good(), 2, max_staleness=0)
-    validate(PLACEMENT, repeated(Planner(PLACEMENT, 2), 4, 3, steps=False), 2, max_staleness=0)
+    validate(PLACEMENT, repeated(quick_planner(PLACEMENT, 2), 4, 3, steps=False), 2, max_staleness=0)
 
 
 def test_a_segment_continues_the_carry_of_the_one_before() -> None:
     segments = good()
-    other = Planner(PLACEMENT, 2).segment(SegmentSpec(6, 6, (2, 1, 0, 0, 0, 0)))
+    other = quick_planner(PLACEMENT, 2).segment(SegmentSpec(6, 6, (2, 1, 0, 0, 0, 0)))
     with pytest.raises(ScheduleError, match="segment 1: carry: continues"):
         validate(PLACEMENT, [segments[0], other], 2)
 
 
 def test_a_carry_may_be_dropped() -> None:
-    planner = Planner(PLACEMENT, 2)
+    planner = quick_planner(PLACEMENT, 2)
     validate(PLACEMENT, [planner.segment(SegmentSpec(6, 6)), planner.segment(SegmentSpec(6, 6))], 2)
 
 
@@ -256,7 +256,7 @@ def test_a_carry_says_what_was_done() -> None:
 
 
 def test_a_step_is_followed_by_an_update() -> None:
-    planner = Planner(PLACEMENT, 2)
+    planner = quick_planner(PLACEMENT, 2)
     stepping = planner.segment(SegmentSpec(4))
     plain = planner.segment(SegmentSpec(4, updated=False, steps=False))
     with pytest.raises(ScheduleError, match="segment 1: update: updated=False after"):

@@ -285,6 +285,7 @@ FAULTS: dict[str, Fault] = {
     "sigterm": Fault(Slow, lambda: batches(10_000), send=(signal.SIGTERM, "first")),
     "rank 1 raises, spawned": Fault(lambda: Raises(1, 5), strategy=SPAWN),
     "rank 0 is killed, spawned": Fault(lambda: Dies(0), strategy=SPAWN),
+    "sigterm, spawned": Fault(Slow, lambda: batches(10_000), strategy=SPAWN, send=(signal.SIGTERM, "first")),
 }
 
 
