@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 MESSAGE_COST = 0.05
 """What schedules assume a message between two stages to take, in forwards of a stage."""
 
+STALENESS_TOLERANCE = 0.03
+"""The share of time that schedules give up for fewer forwards on old weights."""
+
 _SEED_MASK = (1 << 62) - 1
 
 
@@ -179,7 +182,9 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
         module, program, call, strategy.precision_plugin.train_step_context, statistics
     )
     costs = Costs.uniform(geometry.num_stages, message=MESSAGE_COST)
-    planner = Planner(geometry.placement, geometry.max_in_flight, costs)
+    planner = Planner(
+        geometry.placement, geometry.max_in_flight, costs, tolerance=STALENESS_TOLERANCE
+    )
     held = {n: p for n, p in parameters.items() if n in hosted and p.requires_grad}
     executor = strategy.make_executor(geometry, planner, runner, ownership, held)
     overriding = guards.overrides_train_batch_start(trainer)

@@ -103,8 +103,9 @@ class _Proof:
                 runner.backward(forward)
             if len(run.seen) < len(self.program.cuts):
                 raise CutError(
-                    "the step called other modules when it was run a second time on the same micro-batch. Which modules "
-                    "it calls must not be left to chance (LayerDrop): multiply what a layer adds by zero instead."
+                    "the step called other modules when it was run a second time on the same micro-batch. Which "
+                    "modules it calls must not be left to chance (LayerDrop): multiply what a layer adds by zero "
+                    "instead."
                 )
             boundaries = [run.seen[i] for i in range(len(self.program.cuts))]
             return _Ordinary(boundaries, results, self._take_gradients())

@@ -149,14 +149,14 @@ def replay(placement: Placement, segments: list[SegmentPlan], costs: Costs) -> l
         if a.microbatch >= 0
     }
     meeting: dict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
-    for a in devices:
-        for b in range(a + 1, placement.num_stages):
+    for low in devices:
+        for high in range(low + 1, placement.num_stages):
             mine, theirs = (
                 [(x, i) for i, (_, action) in enumerate(lines[x]) if action.peer == y and action.kind in MESSAGES]
-                for x, y in ((a, b), (b, a))
+                for x, y in ((low, high), (high, low))
             )
             assert len(mine) == len(theirs)
-            meeting[a, b] = list(zip(mine, theirs, strict=True))
+            meeting[low, high] = list(zip(mine, theirs, strict=True))
     durations = {
         Kind.FORWARD: costs.forward,
         Kind.BACKWARD: costs.backward,
@@ -168,9 +168,9 @@ def replay(placement: Placement, segments: list[SegmentPlan], costs: Costs) -> l
     moved = True
     while moved:
         moved = False
-        for met in meeting.values():
+        for pairs in meeting.values():
             previous = 0.0
-            for one, other in met:
+            for one, other in pairs:
                 previous = max(previous, over[one[0]][one[1]], over[other[0]][other[1]])
                 for device, index in (one, other):
                     if lines[device][index][1].kind in RECEIVES:
