@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import grad_mode
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 CallImpl = Callable[..., Any]
@@ -266,27 +267,36 @@ def patched_total_norm(total_norm: Callable[..., Tensor]) -> Iterator[None]:
         clip_grad._get_total_norm = original
 
 
-def default_store() -> Any:
+def default_store() -> Store:
     """The store of the default process group.
 
     ``torch.distributed.distributed_c10d._get_default_store``, checked on torch 2.13.
     """
     from torch.distributed import distributed_c10d
 
-    return distributed_c10d._get_default_store()
+    store: Store = distributed_c10d._get_default_store()
+    return store
+
+
+def own_connection(store: Store) -> Store:
+    """The store under all prefixes, over a connection of its own where there is one to be had.
+
+    A blocking call of another thread would hold a shared connection up.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return store
+    if hasattr(store, "clone"):
+        connection: Store = store.clone()
+    else:
+        connection = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    return connection
 
 
 _stores = itertools.count()
 
 
-def own_store(purpose: str) -> Any:
-    """A part of the default store, over a connection of its own where there is one to be had.
-
-    All ranks get the same part if they ask in the same order.
-    """
-    store = default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if hasattr(store, "clone"):
-        store = store.clone()
-    return PrefixStore(f"asyncpipe/{purpose}/{next(_stores)}", store)
+def own_store(purpose: str) -> Store:
+    """A part of the default store; see :func:`own_connection`. All ranks get the same if they ask in the same order."""
+    return PrefixStore(f"asyncpipe/{purpose}/{next(_stores)}", own_connection(default_store()))

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_asyncpipe._private import default_store, own_store, preserve_versions
+from lightning_asyncpipe._private import own_store, preserve_versions
 from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration import guards, internals
 from lightning_asyncpipe.integration.assembly import Assembly, align_ranks, assemble
@@ -227,7 +227,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         if self._world is None:
             self._world = World()
         if self._board is None:
-            self._board = FailureBoard(default_store(), self.global_rank, self._world.size)
+            self._board = FailureBoard.over_default_store()
             if isinstance(self._launcher, (PopenLauncher, ProcessLauncher)):
                 self._launcher.board = self._board
 

@@ -23,7 +23,7 @@ from lightning_asyncpipe.integration import guards, internals
 from lightning_asyncpipe.integration.checkpoint import WholeModel, synchronise
 from lightning_asyncpipe.integration.lookahead import install
 from lightning_asyncpipe.integration.stepcall import StepCall
-from lightning_asyncpipe.integration.steps import Executor, TrainingSteps, fewest_samples
+from lightning_asyncpipe.integration.steps import Executor, TrainingSteps, batch_norms, fewest_samples
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.costs import Costs
 from lightning_asyncpipe.plan.geometry import Geometry
@@ -250,7 +250,8 @@ def _cut(
     statistics: RunningStatistics,
 ) -> StageProgram:
     geometry, context = strategy.geometry, strategy.precision_plugin.train_step_context
-    part = microbatch.split(batch, geometry.num_microbatches, min_samples=fewest_samples(module))[0]
+    fewest = fewest_samples(batch_norms(module))
+    part = microbatch.split(batch, geometry.num_microbatches, min_samples=fewest)[0]
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     arguments = (part.data, batch_idx) if takes_index else (part.data,)
     returned: list[Any] = []

@@ -59,9 +59,14 @@ class Executor(Protocol):
         """Stop what runs in the background."""
 
 
-def fewest_samples(module: nn.Module) -> int:
-    """Samples that a micro-batch must have at least: two where a BatchNorm is in training."""
-    return 2 if any(isinstance(m, _BatchNorm) and m.training for m in module.modules()) else 1
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """All layers of a module that normalise over the samples of a micro-batch."""
+    return [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+
+
+def fewest_samples(norms: list[nn.Module]) -> int:
+    """Samples that a micro-batch must have at least: two where one of these layers is in training."""
+    return 2 if any(layer.training for layer in norms) else 1
 
 
 class TrainingSteps:
@@ -109,6 +114,7 @@ class TrainingSteps:
         self._termination = internals.Termination(trainer)
         self._agreement = Agreement(world, geometry)
         self._parameters = ParameterWatch(trainer.lightning_module)
+        self._batch_norms = batch_norms(trainer.lightning_module)
         self._upcoming: tuple[Any, Work] | None = None
         self.ends_window = False
         self.count = 0
@@ -175,7 +181,7 @@ class TrainingSteps:
         parts = microbatch.split(
             batch,
             self._geometry.num_microbatches,
-            min_samples=fewest_samples(self._trainer.lightning_module),
+            min_samples=fewest_samples(self._batch_norms),
         )
         samples = sum(part.size for part in parts)
         if not samples:

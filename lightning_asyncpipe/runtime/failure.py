@@ -25,9 +25,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lightning_asyncpipe._private import default_store, own_connection
 from lightning_asyncpipe.errors import PeerFailure, PipelineError
 from lightning_asyncpipe.runtime.cpplog import quiet_torch
 from lightning_asyncpipe.runtime.interrupts import InterruptWatch
@@ -100,7 +100,7 @@ class FailureBoard:
         self._poll = poll
         self._grace = grace
         prefix = f"asyncpipe/board/{next(_runs) if name is None else name}"
-        self._store = PrefixStore(prefix, _own_connection(store))
+        self._store = PrefixStore(prefix, own_connection(store))
         self._lock = threading.Lock()
         self._failure: Failure | None = None
         self._known = threading.Event()
@@ -117,12 +117,8 @@ class FailureBoard:
 
     @classmethod
     def over_default_store(cls, **options: Any) -> FailureBoard:
-        """The board of this rank over the default process group's store.
-
-        ``_get_default_store``, checked on torch 2.13. ``options`` are the keyword arguments above.
-        """
-        store = dist.distributed_c10d._get_default_store()
-        return cls(store, dist.get_rank(), dist.get_world_size(), **options)
+        """The board of this rank over the default process group's store; ``options``: the keyword arguments above."""
+        return cls(default_store(), dist.get_rank(), dist.get_world_size(), **options)
 
     @property
     def failure(self) -> Failure | None:
@@ -311,18 +307,6 @@ def _stop_watching() -> None:
     for board in list(_boards):
         board._stop.set()
         board._thread.join(1.0)
-
-
-def _own_connection(store: Store) -> Store:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, TCPStore):
-        return store
-    if hasattr(store, "clone"):
-        connection: Store = store.clone()
-    else:
-        connection = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-    return connection
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
