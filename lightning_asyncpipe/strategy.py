@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -57,6 +58,7 @@ from lightning_asyncpipe.runtime.stages import StageRunner
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
 from lightning_asyncpipe.runtime.standpoint import Standpoints
 from lightning_asyncpipe.runtime.stash import WeightStash
+from lightning_asyncpipe.runtime.timeline import Spent
 
 
 class AsyncMultiPipeStrategy(ParallelStrategy):
@@ -70,6 +72,8 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         max_staleness: how many weight updates may lie between a micro-batch's forward and its backward. 0 flushes the
             pipelines at every optimizer step and equals one device that accumulates the same micro-batches.
         weight_stash: let early forwards and their backwards use the same weights, those before the update.
+        split_backward: run the two halves of a backward, the gradient of the input and those of the weights, at
+            different times, which leaves devices less idle; "auto" does so in all stages that can. False never does.
         cuts: "auto", or the names of the modules that begin a stage (all but the first stage).
         data_parallel_size: R, replicas of the whole set of pipelines, each on its own part of the data.
         process_group_backend: backend of the default process group; by the device if None.
@@ -88,6 +92,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         max_in_flight: int | Literal["auto"] = "auto",
         max_staleness: Literal[0, 1] = 1,
         weight_stash: bool = False,
+        split_backward: bool | Literal["auto"] = "auto",
         cuts: Literal["auto"] | Sequence[str] = "auto",
         data_parallel_size: int = 1,
         process_group_backend: str | None = None,
@@ -106,9 +111,10 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        guards.check_arguments(max_staleness, cuts, timeout, start_method)
+        guards.check_arguments(max_staleness, weight_stash, split_backward, cuts, timeout, start_method)
         self.max_staleness = max_staleness
         self.weight_stash = weight_stash
+        self.split_backward = split_backward
         self.cuts = cuts
         self._asked = {
             "num_stages": num_stages,
@@ -164,8 +170,12 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         Raises:
             MisconfigurationException: if the arguments do not fit each other or the world size.
         """
+        return self.resolved()
+
+    def resolved(self, split_backward: bool = False) -> Geometry:
+        """As :attr:`geometry`; with split backwards, fewer micro-batches need to be in flight."""
         try:
-            return resolve(self._placed_processes, **self._asked)  # type: ignore[arg-type]
+            return resolve(self._placed_processes, **self._asked, split_backward=split_backward)  # type: ignore[arg-type]
         except ValueError as error:
             raise MisconfigurationException(str(error)) from None
 
@@ -189,18 +199,14 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         _ = self.geometry  # before any process is started
         self._launcher: _Launcher | None
         if self._start_method == "popen":
-            self._launcher = PopenLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            self._launcher = PopenLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = ProcessLauncher(self, start_method=self._start_method)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero utilities who this process is."""
         if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(
-                self.node_rank * self.num_processes + self.local_rank
-            )
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
@@ -213,9 +219,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         if self._process_group_backend is None:
-            self._process_group_backend = _get_default_process_group_backend_for_device(
-                self.root_device
-            )
+            self._process_group_backend = _get_default_process_group_backend_for_device(self.root_device)
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(
@@ -251,8 +255,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         self.setup_optimizers(trainer)  # before the step is run to find its cuts: it may read the learning rate
         self._assembly = assemble(self, trainer)
         self._owned = [
-            OwnedOptimizer(optimizer, self._assembly.names_by_id, self._assembly.owned)
-            for optimizer in self.optimizers
+            OwnedOptimizer(optimizer, self._assembly.names_by_id, self._assembly.owned) for optimizer in self.optimizers
         ]
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
@@ -325,9 +328,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
             standpoints,
         )
 
-    def _stash(
-        self, runner: StageRunner, parameters: dict[str, nn.Parameter]
-    ) -> WeightStash | None:
+    def _stash(self, runner: StageRunner, parameters: dict[str, nn.Parameter]) -> WeightStash | None:
         return WeightStash(parameters, runner.program.parameters) if self.weight_stash else None
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -345,9 +346,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
 
     def _require_assembly(self) -> Assembly:
         if self._assembly is None:
-            raise MisconfigurationException(
-                f"{type(self).__name__} is not set up: call `Trainer.fit` first"
-            )
+            raise MisconfigurationException(f"{type(self).__name__} is not set up: call `Trainer.fit` first")
         return self._assembly
 
     # Training
@@ -356,9 +355,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         """Run one segment; what comes back is the same on every rank."""
         return self._require_assembly().steps.run(*args, **kwargs)
 
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Hand the window's gradients over, between the hooks that surround a backward on one device."""
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
@@ -387,7 +384,8 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
                 writes.enter_context(preserve_versions(parameters))
                 return result
 
-            with global_norms(reduce_with(self.world.control), self.root_device, dtype):
+            norms = reduce_with(self.world.control, partial(assembly.executor.ledger.counting, Spent.NORM))
+            with global_norms(norms, self.root_device, dtype):
                 output = super().optimizer_step(optimizer, closure_then_writes, model, **kwargs)
         assembly.executor.stepped()
         return output
@@ -443,9 +441,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
 
     # Collectives of Lightning's loops and callbacks
 
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
-    ) -> Tensor | Any:
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor | Any:
         self._begin_collective("strategy.reduce")
         if isinstance(tensor, Tensor):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
@@ -511,6 +507,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             self.final_state = self.lightning_module.state_dict()
         if self._board is not None:
+            self._board.ending = True
             self.barrier("teardown")
             self._board.close()
             self._board = None

@@ -486,6 +486,8 @@ SAID: dict[str, tuple[str, int]] = {
     "manual optimization": (r"MisconfigurationException: `Manual.automatic_optimization` is False", 0),
     "different modules": (r"PipelineError: rank 1 built another model than rank 0: net.layers.4.bias", 0),
     "rank 1 is killed": (r"rank 1 \(pid \d+\) was killed by SIGKILL$", 4),
+    "rank 1 leaves without a word": (r"rank 1 \(pid \d+\) ended with exit code 0$", 4),
+    "rank 1 calls sys.exit": (r"rank 1 ended the run: SystemExit: 3$", 4),
     "ctrl-c": (r"Detected KeyboardInterrupt", 4),
     "sigterm": (r"Received SIGTERM: training ends after this batch on all ranks", 4),
     "rank 1 raises, spawned": (r"Boom: of rank 1 in batch 5$", 4),

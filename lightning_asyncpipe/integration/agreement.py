@@ -1,5 +1,8 @@
 """What the ranks tell each other once per batch: records of micro-batches, and that they agree.
 
+Each rank begins to tell as soon as its last stage has run all micro-batches of the batch, so that by the end of the
+segment everything has arrived and nobody waits.
+
 Ranks that were given different data, or that have reached different points of the loop, would train on mixed-up labels
 or wait for each other without end. A few numbers beside the records of every batch find that out.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_asyncpipe.integration.records import MicroBatchRecord, StepExchange
+from lightning_asyncpipe.integration.step_exchange import Begun
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.geometry import Geometry
 from lightning_asyncpipe.runtime.engine import Work
@@ -16,7 +20,7 @@ from lightning_asyncpipe.runtime.standpoint import apart, mismatch
 
 
 class Agreement:
-    """The exchange at the end of a segment.
+    """One exchange for each segment.
 
     Args:
         world: collectives over all ranks.
@@ -24,22 +28,19 @@ class Agreement:
     """
 
     def __init__(self, world: World, geometry: Geometry) -> None:
-        self._exchange = StepExchange(world.all_gather_tensor, payload_words=7)
+        self._exchange = StepExchange(world.begin_all_gather, payload_words=7)
         self._stages = geometry.num_stages
+        self._begun: Begun | None = None
 
-    def exchange(
+    def begin(
         self,
         current: Work,
         upcoming: Work | None,
         steps: bool,
         local: Sequence[MicroBatchRecord],
         stop: bool = False,
-    ) -> tuple[list[MicroBatchRecord], bool]:
-        """All ranks' records of the batch `current`, by replica and micro-batch; whether any rank has to `stop`.
-
-        Raises:
-            DataMismatchError: if ranks disagree; names the step and the ranks.
-        """
+    ) -> None:
+        """Begin to exchange this rank's records of the batch `current`, and whether it has to `stop`."""
         words = (
             current.step,
             int(steps),
@@ -49,7 +50,17 @@ class Agreement:
             0 if upcoming is None else upcoming.digest,
             int(stop),
         )
-        records, payloads = self._exchange.exchange(local, words)
+        self._begun = self._exchange.begin(local, words)
+
+    def finish(self, current: Work) -> tuple[list[MicroBatchRecord], bool]:
+        """All ranks' records of the batch `current`, by replica and micro-batch; whether any rank has to `stop`.
+
+        Raises:
+            DataMismatchError: if ranks disagree; names the step and the ranks.
+        """
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        records, payloads = self._exchange.finish(begun)
         for rank, theirs in enumerate(payloads):
             self._compare(current.step, rank, theirs, payloads)
         return records, any(theirs[6] for theirs in payloads)
@@ -63,9 +74,7 @@ class Agreement:
             )
             raise apart(step, (0, rank), (here, there))
         if (theirs[3] < 0) != (payloads[0][3] < 0):
-            here, there = (
-                f"has {'no' if words[3] < 0 else 'a'} batch {step + 1}" for words in (payloads[0], theirs)
-            )
+            here, there = (f"has {'no' if words[3] < 0 else 'a'} batch {step + 1}" for words in (payloads[0], theirs))
             raise apart(step + 1, (0, rank), (here, there))
         first = rank // self._stages * self._stages
         if theirs[2:6] != payloads[first][2:6]:

@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_asyncpipe.errors import CutError, PeerFailure
@@ -31,6 +31,7 @@ from lightning_asyncpipe.plan.schedule import Planner
 from lightning_asyncpipe.runtime import microbatch
 from lightning_asyncpipe.runtime.buffers import RunningStatistics
 from lightning_asyncpipe.runtime.candidates import find_cuts
+from lightning_asyncpipe.runtime.divisible import divisible_stages
 from lightning_asyncpipe.runtime.hollow import hollow
 from lightning_asyncpipe.runtime.ownership import Ownership, ParameterInfo, assign
 from lightning_asyncpipe.runtime.program import StageProgram
@@ -94,14 +95,16 @@ class Assembly:
         """What all ranks measured; every rank has to call it.
 
         Returns:
-            utilisation (mean over ranks of the share of time spent in forwards and backwards, 0 to 1), steps (batches),
+            utilisation (mean over ranks of the share of time spent in forwards and backwards), time_shares (mean
+            over ranks of the share of time by what it was spent on, see ``runtime.timeline``), steps (batches),
             microbatches, stale_microbatches (those that met two weight versions in some stage), stale_share (of stage
             forwards), max_staleness (the largest number of updates between a forward and its backward).
         """
         mine = self.executor.staleness
         parts = self.world.all_gather(
             {
-                "utilisation": self.executor.busy.utilisation,
+                "utilisation": self.executor.ledger.utilisation,
+                "time_shares": self.executor.ledger.shares,
                 "lags": [[lag, count] for (_, lag), count in sorted(mine.counts.items())],
             }
         )
@@ -109,6 +112,9 @@ class Assembly:
         total = sum(count for _, count in lags)
         return {
             "utilisation": sum(part["utilisation"] for part in parts) / len(parts),
+            "time_shares": {
+                name: sum(part["time_shares"][name] for part in parts) / len(parts) for name in parts[0]["time_shares"]
+            },
             "steps": self.steps.count,
             "microbatches": mine.microbatches,
             "stale_microbatches": mine.stale_microbatches,
@@ -157,7 +163,8 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
     states = internals.collect_random_states()
     statistics = RunningStatistics(module)
     call = StepCall(module)
-    program = _program(strategy, module, call, peeked.batch, peeked.batch_idx, statistics)
+    program, in_halves = _program(strategy, module, call, peeked.batch, peeked.batch_idx, statistics)
+    geometry = strategy.resolved(split_backward=len(in_halves) == geometry.num_stages)
     internals.set_random_states(states)
     parameters = dict(module.named_parameters())
     ownership = assign(
@@ -178,12 +185,14 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
     for name, parameter in parameters.items():
         if name not in hosted:
             hollow(parameter)
-    runner = StageRunner(
-        module, program, call, strategy.precision_plugin.train_step_context, statistics
-    )
-    costs = Costs.uniform(geometry.num_stages, message=MESSAGE_COST)
+    runner = StageRunner(module, program, call, strategy.precision_plugin.train_step_context, statistics)
+    runner.in_halves = in_halves
     planner = Planner(
-        geometry.placement, geometry.max_in_flight, costs, tolerance=STALENESS_TOLERANCE
+        geometry.placement,
+        geometry.max_in_flight,
+        _costs(geometry.num_stages, in_halves),
+        split_backward=bool(in_halves),
+        tolerance=STALENESS_TOLERANCE,
     )
     held = {n: p for n, p in parameters.items() if n in hosted and p.requires_grad}
     executor = strategy.make_executor(geometry, planner, runner, ownership, held)
@@ -208,9 +217,7 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
     )
     whole = WholeModel(module, ownership, _buffer_owners(module, program, geometry), world)
     owned = ownership.owned(world.rank) if world.size > 1 else frozenset(parameters)
-    return Assembly(
-        geometry, program, ownership, runner, executor, steps, whole, world, parameters, owned
-    )
+    return Assembly(geometry, program, ownership, runner, executor, steps, whole, world, parameters, owned)
 
 
 def _program(
@@ -220,14 +227,15 @@ def _program(
     batch: Any,
     batch_idx: int,
     statistics: RunningStatistics,
-) -> StageProgram:
-    """Rank 0 cuts the model; all ranks get the same program, or the same error."""
+) -> tuple[StageProgram, frozenset[int]]:
+    """Rank 0 cuts the model; all ranks get the same program and stages in halves, or the same error."""
     world = strategy.world
     found: dict[str, Any] = {}
     if world.rank == 0:
         try:
-            program = _cut(strategy, module, call, batch, batch_idx, statistics)
+            program, in_halves = _cut(strategy, module, call, batch, batch_idx, statistics)
             found["program"] = json.dumps(program.to_dict())
+            found["in_halves"] = sorted(in_halves)
         except CutError as error:
             found["error"] = str(error)
         except BaseException:
@@ -238,7 +246,7 @@ def _program(
         raise PeerFailure("rank 0 failed while it ran the step to find cuts")
     if "error" in found:
         raise MisconfigurationException(found["error"])
-    return StageProgram.from_dict(json.loads(found["program"]))
+    return StageProgram.from_dict(json.loads(found["program"])), frozenset(found["in_halves"])
 
 
 def _cut(
@@ -248,7 +256,7 @@ def _cut(
     batch: Any,
     batch_idx: int,
     statistics: RunningStatistics,
-) -> StageProgram:
+) -> tuple[StageProgram, frozenset[int]]:
     geometry, context = strategy.geometry, strategy.precision_plugin.train_step_context
     fewest = fewest_samples(batch_norms(module))
     part = microbatch.split(batch, geometry.num_microbatches, min_samples=fewest)[0]
@@ -263,26 +271,46 @@ def _cut(
     statistics.begin(watch=False)
     try:
         with guards.in_step():
-            trace = trace_step(
-                module, step, arguments, context=context, ignored=statistics.tensors()
-            )
+            trace = trace_step(module, step, arguments, context=context, ignored=statistics.tensors())
     finally:
         statistics.end()
     call.read(returned.pop(), part.index, part.size, batch_idx)
     names = None if isinstance(strategy.cuts, str) else list(strategy.cuts)
-    program = proven_program(
-        find_cuts(trace), geometry.num_stages, module, call, StageTask(arguments), names, context
-    )
+    task = StageTask(arguments)
+    program = proven_program(find_cuts(trace), geometry.num_stages, module, call, task, names, context)
+    in_halves: frozenset[int] = frozenset()
+    if strategy.split_backward and geometry.num_stages > 1:
+
+        def loss(value: Any) -> Tensor:
+            found = call.read(value, part.index, part.size, batch_idx).loss
+            assert isinstance(found, Tensor)
+            return found
+
+        with guards.in_step():
+            in_halves = divisible_stages(module, program, call, task, context, loss)
+        whole = sorted(set(range(geometry.num_stages)) - in_halves)
+        if whole and strategy.split_backward is True:
+            rank_zero_info(f"The backwards of the stages {whole} cannot be run in halves: they are run whole.")
     for metric in (m for m in module.modules() if isinstance(m, Metric)):
         metric.reset()  # what the runs above told it is not training
-    return program
+    return program, in_halves
+
+
+def _costs(num_stages: int, in_halves: frozenset[int]) -> Costs:
+    """All stages alike, a backward twice a forward; the first stage's input needs no gradient."""
+    first_halves = tuple((1.0 if stage else 0.0) if stage in in_halves else 2.0 for stage in range(num_stages))
+    return Costs(
+        forward=(1.0,) * num_stages,
+        backward=(2.0,) * num_stages,
+        input_grad=first_halves,
+        weight_grad=tuple(2.0 - half for half in first_halves),
+        message=MESSAGE_COST,
+    )
 
 
 def _buffer_owners(module: nn.Module, program: StageProgram, geometry: Geometry) -> dict[str, int]:
     """For each buffer the first rank that runs the unit it belongs to."""
-    stages = {
-        node.key.name: node.first for node in reversed(program.nodes) if not node.opened
-    }
+    stages = {node.key.name: node.first for node in reversed(program.nodes) if not node.opened}
     owners: dict[str, int] = {}
     for name, _ in module.named_buffers():
         prefix = name

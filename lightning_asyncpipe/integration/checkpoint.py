@@ -44,11 +44,7 @@ class WholeModel:
     def state_dict(self) -> dict[str, Any]:
         """The module's whole ``state_dict()`` in CPU memory on rank 0; empty elsewhere. All ranks have to call it."""
         rank = self._world.rank
-        mine = {
-            name: tensor.detach().cpu()
-            for name, tensor in self._tensors().items()
-            if self._owner(name) == rank
-        }
+        mine = {name: tensor.detach().cpu() for name, tensor in self._tensors().items() if self._owner(name) == rank}
         parts = self._world.gather(mine if rank else {})
         if parts is None:
             return {}
@@ -115,9 +111,7 @@ def synchronise(module: nn.Module, world: World) -> None:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     signature = {name: [str(t.dtype), *map(str, t.shape)] for name, t in tensors.items()}
     expected = world.broadcast(signature)
-    differing = sorted(
-        name for name in {*signature, *expected} if signature.get(name) != expected.get(name)
-    )
+    differing = sorted(name for name in {*signature, *expected} if signature.get(name) != expected.get(name))
     faults = world.all_gather(differing)
     for rank, names in enumerate(faults):
         if names:

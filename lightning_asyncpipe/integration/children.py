@@ -34,6 +34,7 @@ _PIPE_SIZE = 65536  # bytes that a pipe holds without a reader
 _POLL = 0.1  # seconds
 _OWN_END = 4.5  # seconds that children have to end by themselves once the run has failed
 _AFTER_TERM = 2.0  # seconds between SIGTERM and SIGKILL
+_WITHOUT_A_WORD = 0.3  # seconds after which a child that has ended well in mid-run counts as lost
 _BEFORE_BOARD = 3.0  # seconds that the launching rank has to fail with the same error by itself
 _EXIT_WAIT = 300.0  # seconds that an orderly exit waits for children that are still at work
 
@@ -47,6 +48,7 @@ class Children:
         self._pipes: dict[int, int] = {}
         self._stopped = False  # ended on purpose: their exit codes mean nothing
         self._late: str | None = None
+        self._ended_well: dict[int, float] = {}
         self._owner = os.getpid()
 
     def start(
@@ -128,8 +130,17 @@ class Children:
 
     def _look(self) -> None:
         for rank, process in self.processes.items():
-            if process.poll() and not self._stopped and self._late is None:
+            code = process.poll()
+            if code is None or self._stopped or self._late is not None:
+                continue
+            if code or self._left_the_run(rank):
                 self._on_death(rank, process)
+
+    def _left_the_run(self, rank: int) -> bool:
+        """Whether a child that has ended well did so in mid-run, as after ``os._exit(0)`` in the user's code."""
+        if self.board is None or not self.board.active or self.board.ending:
+            return False
+        return time.monotonic() > self._ended_well.setdefault(rank, time.monotonic()) + _WITHOUT_A_WORD
 
     def _on_death(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         text = self._last_words(rank) or how_it_ended(rank, process.pid, process.returncode)
@@ -190,9 +201,7 @@ class QuietExit:
         self._previous = sys.excepthook
         sys.excepthook = self
 
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         board = self.board
         failure = board.failure if board is not None else None
         if board is not None and failure is not None:

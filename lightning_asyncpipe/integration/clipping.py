@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,13 +59,20 @@ def global_norms(
         yield
 
 
-def reduce_with(group: Any) -> Callable[[Tensor, str], Tensor]:
-    """An all-reduce for :func:`global_norms` over a process group; the identity where there is none."""
+def reduce_with(
+    group: Any, counting: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Callable[[Tensor, str], Tensor]:
+    """An all-reduce for :func:`global_norms` over a process group; the identity where there is none.
+
+    Args:
+        counting: entered around each wait for the other ranks.
+    """
 
     def all_reduce(tensor: Tensor, operation: str) -> Tensor:
         if group is not None:
             op = torch.distributed.ReduceOp.MAX if operation == "max" else torch.distributed.ReduceOp.SUM
-            torch.distributed.all_reduce(tensor, op=op, group=group)
+            with counting():
+                torch.distributed.all_reduce(tensor, op=op, group=group)
         return tensor
 
     return all_reduce

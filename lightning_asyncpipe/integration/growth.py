@@ -54,9 +54,7 @@ class GrowthWatch:
         """
         self._grown = {}
         before = {
-            name: _before(value)
-            for name, value in vars(self._module).items()
-            if isinstance(value, (list, deque))
+            name: _before(value) for name, value in vars(self._module).items() if isinstance(value, (list, deque))
         }
         others = {name: _state(value) for name, value in vars(self._module).items() if name not in before}
         try:
@@ -140,9 +138,7 @@ def _tail(now: Any, was: _Before) -> list[Any] | None:
     if was.content is not None:
         after = list(now)
         appended = next(
-            n
-            for n in range(was.length + 1)
-            if all(a is b for a, b in zip(was.content[n:], after, strict=False))
+            n for n in range(was.length + 1) if all(a is b for a, b in zip(was.content[n:], after, strict=False))
         )
         now.clear()
         now.extend(was.content)

@@ -87,6 +87,16 @@ def in_step() -> Iterator[None]:
         _patches.release()
 
 
+@contextmanager
+def outside_step() -> Iterator[None]:
+    """Let this package's own collectives, which all ranks call, begin between the actions of a step."""
+    depth, _steps.depth = _steps.depth, 0
+    try:
+        yield
+    finally:
+        _steps.depth = depth
+
+
 def forbid_in_step(call: str) -> None:
     """Raise if the calling thread is inside ``in_step``.
 
@@ -187,18 +197,29 @@ def _metric_sync() -> Callable[..., Any]:
 # Configuration
 
 
-def check_arguments(max_staleness: object, cuts: object, timeout: object, start_method: object) -> None:
+def check_arguments(
+    max_staleness: object,
+    weight_stash: object,
+    split_backward: object,
+    cuts: object,
+    timeout: object,
+    start_method: object,
+) -> None:
     """Refuse arguments of the strategy that have no meaning; numbers are checked once the world size is known.
 
     Raises:
         MisconfigurationException: says what was given and what is possible.
 
     """
-    if max_staleness not in (0, 1):
+    if isinstance(max_staleness, bool) or max_staleness not in (0, 1):
         raise MisconfigurationException(
             f"max_staleness must be 0 (synchronous) or 1, got {max_staleness!r}: the schedules keep "
             "forwards at most one update ahead."
         )
+    if not isinstance(weight_stash, bool):
+        raise MisconfigurationException(f"weight_stash must be True or False, got {weight_stash!r}")
+    if not isinstance(split_backward, bool) and split_backward != "auto":
+        raise MisconfigurationException(f"split_backward must be True, False or 'auto', got {split_backward!r}")
     named = isinstance(cuts, Sequence) and not isinstance(cuts, str)
     if cuts != "auto" and not (named and all(isinstance(name, str) for name in cuts)):  # type: ignore[attr-defined]
         raise MisconfigurationException(
@@ -245,9 +266,7 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
             "order to split it. Take the batch as an argument: "
             "`def training_step(self, batch, batch_idx)`."
         )
-    synchronised = [
-        path for path, part in module.named_modules() if isinstance(part, torch.nn.SyncBatchNorm)
-    ]
+    synchronised = [path for path, part in module.named_modules() if isinstance(part, torch.nn.SyncBatchNorm)]
     if synchronised or getattr(trainer.strategy, "_layer_sync", None) is not None:
         where = f"SyncBatchNorm ({synchronised[0]})" if synchronised else "`sync_batchnorm=True`"
         raise MisconfigurationException(

@@ -59,11 +59,7 @@ from lightning_asyncpipe.runtime.lifeline import tie_to_multiprocessing_parent
 
 _OWN_END = 4.5  # seconds that processes have to end by themselves once one has failed
 # Not errors but ways to stop: a rank that learns of one stops the same way, without a traceback.
-_STOPS: dict[str, Callable[[], BaseException]] = {
-    "KeyboardInterrupt": KeyboardInterrupt,
-    "SIGTERMException": SIGTERMException,
-    "SystemExit": lambda: SystemExit(1),
-}
+_STOPS: dict[str, type[BaseException]] = {"KeyboardInterrupt": KeyboardInterrupt, "SIGTERMException": SIGTERMException}
 
 
 def first_failure(board: FailureBoard | None, error: BaseException) -> BaseException:
@@ -75,11 +71,18 @@ def first_failure(board: FailureBoard | None, error: BaseException) -> BaseExcep
         return error
     if failure.kind == type(error).__name__ and failure.text.rstrip().endswith(str(error)):
         return error  # what all ranks raise at the same time, each says in its own words
-    return as_exception(failure)
+    return as_exception(failure, speaks=board.rank == 0)
 
 
-def as_exception(failure: Failure) -> BaseException:
-    """The exception by which another process's failure is raised here."""
+def as_exception(failure: Failure, speaks: bool = True) -> BaseException:
+    """The exception by which another process's failure is raised here.
+
+    Args:
+        speaks: whether this process tells the user why the run has ended, where that needs no traceback.
+    """
+    if failure.kind == "SystemExit":  # with a text, the interpreter prints it; the exit code is 1 both ways
+        last = failure.text.strip().splitlines()[-1]
+        return SystemExit(f"rank {failure.rank} ended the run: {last}" if speaks else 1)
     stop = _STOPS.get(failure.kind)
     return PeerFailure(failure.message) if stop is None else stop()
 
@@ -98,9 +101,7 @@ class PopenLauncher(_SubprocessScriptLauncher):
     #: a script inside themselves.
     command_prefix: ClassVar[Sequence[str] | None] = None
 
-    def __init__(
-        self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
-    ) -> None:
+    def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._board: FailureBoard | None = None
         self._children: Children | None = None
@@ -346,8 +347,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         rank = environment.node_rank() * self._num_processes + dead
         ended = Failure.lost(rank, how_it_ended(rank, process.pid, process.exitcode or 0))
         records = [
-            Failure(*json.loads(file.read_text()))
-            for file in sorted(Path(self._directory).glob("failure-*.json"))
+            Failure(*json.loads(file.read_text())) for file in sorted(Path(self._directory).glob("failure-*.json"))
         ]
         own = [record for record in records if record.rank == rank and not record.is_lost]
         explained = [record for record in records if not record.is_lost]
@@ -355,9 +355,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
             return ended  # what the others have recorded is how they noticed
         return (own or explained or records or [ended])[0]
 
-    def _recover_results_in_main_process(
-        self, worker_output: _WorkerOutput, trainer: pl.Trainer
-    ) -> None:
+    def _recover_results_in_main_process(self, worker_output: _WorkerOutput, trainer: pl.Trainer) -> None:
         weights = worker_output.weights_path
         super()._recover_results_in_main_process(worker_output._replace(weights_path=None), trainer)
         if weights is None:

@@ -26,9 +26,7 @@ class OwnedOptimizer:
         MisconfigurationException: if the optimizer holds a tensor that is no parameter of the module.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, names: Mapping[int, str], owned: frozenset[str]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], owned: frozenset[str]) -> None:
         self.optimizer = optimizer
         self.owned = owned
         self.order: list[list[str]] = []
@@ -45,9 +43,7 @@ class OwnedOptimizer:
                 order.append(name)
             self.order.append(order)
             group["params"] = [
-                parameter
-                for parameter, name in zip(group["params"], order, strict=True)
-                if name in owned
+                parameter for parameter, name in zip(group["params"], order, strict=True) if name in owned
             ]
         kept = {id(parameter) for parameter in self.parameters()}
         for parameter in [p for p in optimizer.state if id(p) not in kept]:

@@ -58,9 +58,7 @@ class MicroBatchOutput:
         return bool(self.extra or self.grown)
 
 
-def read(
-    returned: Any, index: int, size: int, batch_idx: int, replica: int = 0
-) -> MicroBatchOutput:
+def read(returned: Any, index: int, size: int, batch_idx: int, replica: int = 0) -> MicroBatchOutput:
     """Check what ``training_step`` returned for a micro-batch.
 
     Raises:
@@ -80,8 +78,7 @@ def read(
         loss = returned.get("loss")
         if loss is None:
             raise MisconfigurationException(
-                "In automatic_optimization, when `training_step` returns a dict, the 'loss' key "
-                "needs to be present"
+                "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present"
             )
         extra = {key: detached(value) for key, value in returned.items() if key != "loss"}
     if not isinstance(loss, Tensor):
@@ -263,9 +260,7 @@ def _combined_arrays(
         return join(values)
     if all(v.shape == values[0].shape and equal(v, values[0]) for v in values):
         return values[0]
-    raise _uncombined(
-        path, f"has the shapes {[tuple(v.shape) for v in values]} for micro-batches of {sizes}"
-    )
+    raise _uncombined(path, f"has the shapes {[tuple(v.shape) for v in values]} for micro-batches of {sizes}")
 
 
 def _number(loss: Tensor | float) -> float:

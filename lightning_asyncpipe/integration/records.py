@@ -89,14 +89,10 @@ class Recorder:
             else:
                 attributes["log"] = before
 
-    def record(
-        self, index: int, loss: float | Tensor, replica: int = 0, extra: bool = False
-    ) -> MicroBatchRecord:
+    def record(self, index: int, loss: float | Tensor, replica: int = 0, extra: bool = False) -> MicroBatchRecord:
         """The record of the micro-batch with this index, see ``MicroBatchRecord``."""
         calls = tuple(self.calls)
-        return MicroBatchRecord(
-            index, self.size, loss, calls, self.values, self.batch_sizes, replica, extra
-        )
+        return MicroBatchRecord(index, self.size, loss, calls, self.values, self.batch_sizes, replica, extra)
 
     def _log(
         self,
@@ -209,9 +205,7 @@ def _merge_unequal(records: Sequence[MicroBatchRecord]) -> list[MergedCall]:
                 raise MisconfigurationException(_inconsistent(entry[0], call))
             entry[1].append(float(value))
             entry[2].append(size)
-    return [
-        _reduced(call, np.array(values), np.array(sizes)) for call, values, sizes in found.values()
-    ]
+    return [_reduced(call, np.array(values), np.array(sizes)) for call, values, sizes in found.values()]
 
 
 def _inconsistent(one: LogCall, other: LogCall) -> str:

@@ -62,16 +62,27 @@ class MicroBatchRecord:
     extra: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An exchange under way: the whole message, the new tables as text, and how to get what all ranks sent."""
+
+    message: NDArray[np.int64]
+    text: bytes
+    arrive: Callable[[], list[Tensor]]
+
+
 class StepExchange:
     """Gives every rank the records of all ranks, in one small collective per batch.
 
+    The collective may begin as soon as the records are known and be finished where they are needed.
     A rank's message is a fixed number of 64-bit words: header, payload, and for each record five
     integers, the loss, and value and ``batch_size`` of each log call. Names and flags of the calls
     (a *table*, as JSON) travel once: a record refers to its table by hash. A second collective
     follows when a rank has a new table, or more to say than fits; the message then grows for good.
 
     Args:
-        all_gather: given a CPU tensor, returns those of all ranks, which have the same shape.
+        begin_all_gather: given a CPU tensor, begins to collect those of all ranks, which have the same shape; calling
+            what it returns waits for them.
         payload_words: integers that each rank may send along.
         capacity: words of a message to begin with.
 
@@ -79,45 +90,54 @@ class StepExchange:
 
     def __init__(
         self,
-        all_gather: Callable[[Tensor], list[Tensor]],
+        begin_all_gather: Callable[[Tensor], Callable[[], list[Tensor]]],
         payload_words: int = 4,
         capacity: int = 256,
     ) -> None:
-        self._all_gather = all_gather
+        self._begin_all_gather = begin_all_gather
         self._payload_words = payload_words
         self._capacity = capacity
         self._hashes: dict[tuple[LogCall, ...], int] = {}
         self._tables: dict[int, tuple[LogCall, ...]] = {0: ()}  # known to all ranks
 
-    def exchange(
-        self, local: Sequence[MicroBatchRecord], payload: Sequence[int] = ()
-    ) -> tuple[list[MicroBatchRecord], list[tuple[int, ...]]]:
-        """Exchange records; a collective, so that every rank has to call it.
+    def begin(self, local: Sequence[MicroBatchRecord], payload: Sequence[int] = ()) -> Begun:
+        """Begin to exchange records; a collective, so that every rank has to call it.
 
         Args:
             local: the records of the micro-batches whose last stage this rank ran.
             payload: at most ``payload_words`` integers of 64 bits.
+        """
+        new = {h: r.calls for r in local if (h := self._hash(r.calls)) not in self._tables}
+        text = _dump(new) if new else b""
+        message = self._pack(local, payload, len(text))
+        return Begun(message, text, self._begin_gather(message, self._capacity))
+
+    def finish(self, begun: Begun) -> tuple[list[MicroBatchRecord], list[tuple[int, ...]]]:
+        """Wait for what all ranks sent, and exchange what did not fit; a collective as well.
 
         Returns:
             The records of all ranks, by replica and micro-batch, and each rank's payload, padded
             with zeros.
 
         """
-        new = {h: r.calls for r in local if (h := self._hash(r.calls)) not in self._tables}
-        text = _dump(new) if new else b""
-        message = self._pack(local, payload, len(text))
-        rows = self._gather(message[: self._capacity], self._capacity)
+        rows = _rows(begun.arrive())
         longest = max(int(row[0]) for row in rows)
         if longest > self._capacity:
             self._capacity = 1 << (longest - 1).bit_length()
-            rows = self._gather(message, self._capacity)
+            rows = _rows(self._begin_gather(begun.message, self._capacity)())
         most = max(int(row[1]) for row in rows)
         if most:
-            self._share_tables(text, [int(row[1]) for row in rows], most)
+            self._share_tables(begun.text, [int(row[1]) for row in rows], most)
         records = [record for row in rows for record in self._unpack(row)]
         records.sort(key=lambda record: (record.replica, record.index))
         end = _HEADER + self._payload_words
         return records, [tuple(row[_HEADER:end].tolist()) for row in rows]
+
+    def exchange(
+        self, local: Sequence[MicroBatchRecord], payload: Sequence[int] = ()
+    ) -> tuple[list[MicroBatchRecord], list[tuple[int, ...]]]:
+        """Exchange records at once: :meth:`begin`, then :meth:`finish`."""
+        return self.finish(self.begin(local, payload))
 
     def _hash(self, calls: tuple[LogCall, ...]) -> int:
         if not calls:
@@ -128,13 +148,9 @@ class StepExchange:
             known = self._hashes[calls] = int.from_bytes(digest, "little", signed=True) or 1
         return known
 
-    def _pack(
-        self, local: Sequence[MicroBatchRecord], payload: Sequence[int], text: int
-    ) -> NDArray[np.int64]:
+    def _pack(self, local: Sequence[MicroBatchRecord], payload: Sequence[int], text: int) -> NDArray[np.int64]:
         if len(payload) > self._payload_words:
-            raise ValueError(
-                f"a payload of {len(payload)} words was given, the limit is {self._payload_words}"
-            )
+            raise ValueError(f"a payload of {len(payload)} words was given, the limit is {self._payload_words}")
         start = _HEADER + self._payload_words
         integers = [0, text, len(local), *payload, *[0] * (self._payload_words - len(payload))]
         numbers: list[float | Tensor] = []
@@ -148,14 +164,13 @@ class StepExchange:
         message.view(np.float64)[middle : integers[0]] = _read(numbers)
         return message
 
-    def _gather(self, message: NDArray[np.int64], length: int) -> list[NDArray[np.int64]]:
-        if message.size < length:
-            message = np.pad(message, (0, length - message.size))
-        return [row.numpy() for row in self._all_gather(torch.from_numpy(message))]
+    def _begin_gather(self, message: NDArray[np.int64], length: int) -> Callable[[], list[Tensor]]:
+        padded = np.pad(message, (0, max(0, length - message.size)))
+        return self._begin_all_gather(torch.from_numpy(padded[:length]))
 
     def _share_tables(self, text: bytes, lengths: list[int], longest: int) -> None:
         padded = np.frombuffer(text.ljust(longest, b" "), dtype=np.uint8).copy()
-        rows = self._all_gather(torch.from_numpy(padded))
+        rows = self._begin_all_gather(torch.from_numpy(padded))()
         for row, length in zip(rows, lengths, strict=True):
             if length:
                 self._tables.update(_load(row.numpy().tobytes()[:length]))
@@ -173,10 +188,12 @@ class StepExchange:
             n = len(calls)
             values = floats[at + 1 : at + 1 + n]
             sizes = floats[at + 1 + n : at + 1 + 2 * n]
-            yield MicroBatchRecord(
-                index, size, floats[at], calls, values, sizes, replica, bool(extra)
-            )
+            yield MicroBatchRecord(index, size, floats[at], calls, values, sizes, replica, bool(extra))
             at += 1 + 2 * n
+
+
+def _rows(tensors: list[Tensor]) -> list[NDArray[np.int64]]:
+    return [tensor.numpy() for tensor in tensors]
 
 
 def _dump(tables: dict[int, tuple[LogCall, ...]]) -> bytes:
@@ -184,9 +201,7 @@ def _dump(tables: dict[int, tuple[LogCall, ...]]) -> bytes:
 
 
 def _load(text: bytes) -> dict[int, tuple[LogCall, ...]]:
-    return {
-        int(key): tuple(LogCall(*call) for call in calls) for key, calls in json.loads(text).items()
-    }
+    return {int(key): tuple(LogCall(*call) for call in calls) for key, calls in json.loads(text).items()}
 
 
 def _read(numbers: list[float | Tensor]) -> list[float]:

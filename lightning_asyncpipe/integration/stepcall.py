@@ -92,9 +92,7 @@ class StepCall:
         if any(record.extra for record in records):
             every = outputs.exchange(mine, world.all_gather, self._module.device)
         else:
-            every = [
-                MicroBatchOutput(r.index, r.size, float(r.loss), replica=r.replica) for r in records
-            ]
+            every = [MicroBatchOutput(r.index, r.size, float(r.loss), replica=r.replica) for r in records]
         replay(self._module, merge(records))
         self._growth.commit(every)
         dtype = torch.float64 if self._module.dtype == torch.float64 else torch.float32

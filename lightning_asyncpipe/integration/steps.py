@@ -26,15 +26,16 @@ from lightning_asyncpipe.plan.geometry import Geometry
 from lightning_asyncpipe.plan.segment import SegmentPlan
 from lightning_asyncpipe.runtime import microbatch
 from lightning_asyncpipe.runtime.buffers import RunningStatistics
-from lightning_asyncpipe.runtime.engine import BusyTime, Work
+from lightning_asyncpipe.runtime.engine import Work
 from lightning_asyncpipe.runtime.stages import StageTask
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
+from lightning_asyncpipe.runtime.timeline import Ledger, Spent
 
 
 class Executor(Protocol):
     """What runs segments: the engine of one rank, or the oracle for all of them."""
 
-    busy: BusyTime
+    ledger: Ledger
     staleness: StalenessCounter
 
     def run(self, current: Work, upcoming: Work | None, steps: bool) -> SegmentPlan:
@@ -51,9 +52,6 @@ class Executor(Protocol):
 
     def settle(self) -> None:
         """Bring all replicas of all stages up to date."""
-
-    def pause_clock(self) -> None:
-        """Leave out the time until the next segment ends."""
 
     def close(self) -> None:
         """Stop what runs in the background."""
@@ -132,22 +130,24 @@ class TrainingSteps:
         if current is None:
             current = self._work(batch, extra, index)
         upcoming = self._next(extra, index)
+        following = None if upcoming is None else upcoming[1]
+        current.recorded = partial(self._begin_agreement, current, following)
         with guards.in_step():
-            self._executor.run(current, None if upcoming is None else upcoming[1], self.ends_window)
+            self._executor.run(current, following, self.ends_window)
         self._upcoming = upcoming
         self.count += 1
-        records, stop = self._agreement.exchange(
-            current,
-            None if upcoming is None else upcoming[1],
-            self.ends_window,
-            self._call.take(current),
-            self._termination.pending,
-        )
+        with self._executor.ledger.counting(Spent.RECORDS):
+            records, stop = self._agreement.finish(current)
         if stop:
             rank_zero_info("Received SIGTERM: training ends after this batch on all ranks.")
             self._termination.agreed()
         self._commit_statistics(current)
         return self._call.conclude(current, records, self._world)
+
+    def _begin_agreement(self, current: Work, upcoming: Work | None) -> None:
+        records, stop = self._call.take(current), self._termination.pending
+        with guards.outside_step():
+            self._agreement.begin(current, upcoming, self.ends_window, records, stop)
 
     def _begun(self, batch: Any) -> Work | None:
         """The work on `batch` if some of its forwards ran early; else drop what was begun instead."""
@@ -202,9 +202,7 @@ class TrainingSteps:
         work.finish = partial(self._finish, work, parts, share)
         return work
 
-    def _finish(
-        self, work: Work, parts: list[microbatch.MicroBatch], share: float, index: int, value: Any
-    ) -> Tensor:
+    def _finish(self, work: Work, parts: list[microbatch.MicroBatch], share: float, index: int, value: Any) -> Tensor:
         loss = self._call.keep(work, index, parts[index].size, self._replica, value)
         return loss * (parts[index].size * share)
 
@@ -231,4 +229,4 @@ class TrainingSteps:
         if upcoming is not None:
             self._forget(upcoming[1])
         self._executor.settle()
-        self._executor.pause_clock()
+        self._executor.ledger.pause()

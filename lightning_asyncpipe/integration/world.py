@@ -5,13 +5,14 @@ Objects travel through the safe codec: nothing that arrives is unpickled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asyncpipe.runtime import codec
+from lightning_asyncpipe.runtime import codec, exits
 
 
 class World:
@@ -59,13 +60,26 @@ class World:
         """Every rank's `obj` on rank `dst`, None elsewhere."""
         return codec.gather_object(obj, dst, self.control) if self.size > 1 else [obj]
 
-    def all_gather_tensor(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's CPU tensor of one shape and data type."""
+    def begin_all_gather(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
+        """Begin to collect every rank's CPU tensor of one shape and data type.
+
+        Nobody may write to `tensor`, and no other collective may begin, before what this returns has been called; it
+        waits for the tensors of all ranks, in their order.
+        """
         if self.size == 1:
-            return [tensor]
+            return lambda: [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor, group=self.control)
-        return parts
+        work = dist.all_gather(parts, tensor, group=self.control, async_op=True)
+        exits.watch(work, lambda: True)
+
+        def finish() -> list[Tensor]:
+            try:
+                work.wait()
+            finally:
+                exits.forget(work)
+            return parts
+
+        return finish
 
     def broadcast_tensor(self, tensor: Tensor, src: int) -> None:
         """Overwrite `tensor` with that of rank `src`; through CPU memory where it is elsewhere."""

@@ -77,17 +77,13 @@ def resolve(
             f"Trainer has {world_size} (devices * num_nodes): use devices={stages * replicas}, or leave num_stages "
             "at 'auto'"
         )
-    pipelines = (
-        min(2, stages) if num_pipelines == "auto" else _positive("num_pipelines", num_pipelines)
-    )
+    pipelines = min(2, stages) if num_pipelines == "auto" else _positive("num_pipelines", num_pipelines)
     if pipelines > stages:
         raise ValueError(
             f"num_pipelines={pipelines} is more than the {stages} devices of a replica: every pipeline beyond that "
             f"would repeat one; choose 1 to {stages}"
         )
-    microbatches = (
-        4 * stages if num_microbatches == "auto" else _positive("num_microbatches", num_microbatches)
-    )
+    microbatches = 4 * stages if num_microbatches == "auto" else _positive("num_microbatches", num_microbatches)
     enough = max(2, -(-stages // pipelines))
     in_flight = (
         enough + (0 if split_backward or stages == 1 else 2)

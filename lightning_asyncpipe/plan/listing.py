@@ -1,6 +1,8 @@
 """List scheduling of one batch: an event-driven simulation in which a policy chooses among ready operations.
 
-Whenever a device is free it runs the ready operation with the smallest key. A key is an offset per kind and slot plus a
+Whenever a device is free it runs the ready operation with the smallest key; weight gradients, which nothing waits for
+but the end of the batch, when nothing else is ready, or when as many micro-batches are held for them as the bound in
+flight allows. A key is an offset per kind and slot plus a
 period per round (micro-batch ``j`` is in round ``j // N``), so that priority rules ("backward first", "oldest first")
 and repeating patterns are the same thing.
 """
@@ -12,7 +14,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from lightning_asyncpipe.errors import ScheduleError
-from lightning_asyncpipe.plan.tables import BACKWARD, FORWARD, Operation, Tables
+from lightning_asyncpipe.plan.tables import BACKWARD, FORWARD, WEIGHT, Operation, Tables
 
 
 class Keys(NamedTuple):
@@ -45,6 +47,9 @@ def list_batch(tables: Tables, keys: Keys, microbatches: int, carried: Sequence[
     round_keys = [j // tables.pipelines * keys.period for j in range(microbatches)]
     orders = work.orders(keys) if keys.strict else None
     ready: list[list[tuple[float, int]]] = [[] for _ in range(stages)]
+    weights: list[list[tuple[float, int]]] = [[] for _ in range(stages)]
+    held = work.held()
+    most_held = tables.pipelines * tables.max_in_flight if split else len(durations[0]) * microbatches
     free = [True] * stages
     # Events are (time, code): at least 0: that operation is over; below: -1 - code is one whose input is there.
     events = [(0.0, -1 - code) for code in sorted(work.first(), reverse=True)]
@@ -87,17 +92,24 @@ def list_batch(tables: Tables, keys: Keys, microbatches: int, carried: Sequence[
                 kind, rest = divmod(successor, per_kind)
                 microbatch, slot = divmod(rest, slots)
                 device = device_of[slot]
-                heappush(ready[device], (offsets[kind][slot] + round_keys[microbatch], successor))
+                due = weights if kind == WEIGHT else ready
+                heappush(due[device], (offsets[kind][slot] + round_keys[microbatch], successor))
                 touched.append(device)
         for device in touched:
-            if not free[device] or not ready[device]:
+            if not free[device]:
+                continue
+            line = ready[device]
+            if weights[device] and (not line or (held[device] >= most_held and line[0][1] < per_kind)):
+                line = weights[device]
+            if not line:
                 continue
             if orders:
-                if ready[device][0] != orders[device][-1]:
+                if line[0] != orders[device][-1]:
                     continue
                 orders[device].pop()
-            code = heappop(ready[device])[1]
+            code = heappop(line)[1]
             kind, rest = divmod(code, per_kind)
+            held[device] += (kind == FORWARD) - (kind == WEIGHT)
             microbatch, slot = divmod(rest, slots)
             end = now + durations[kind][slot]
             free[device] = False
@@ -132,6 +144,14 @@ class _Work:
                 )
         for waiting in self.waiting:
             waiting.reverse()
+
+    def held(self) -> list[int]:
+        """Per device, the forwards whose backward is still to come, counted by stage."""
+        tables, held = self.tables, [0] * self.tables.stages
+        for microbatch, done in enumerate(self.done):
+            for stage in range(done):
+                held[tables.device[microbatch % tables.pipelines * tables.stages + stage]] += 1
+        return held
 
     def first(self) -> list[int]:
         """What may be done at once: continues the carried micro-batches, and starts others; taken off ``waiting``."""

@@ -237,6 +237,7 @@ class Recomputation:
 
     def call(self, name: str, module: nn.Module, call: CallImpl, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place of a call of an intercepted module."""
+        self.forward.recomputed = True
         streams = self.runner.random
         count = self.forward.streams.get((name, streams.position()))
         if count is None:

@@ -13,13 +13,9 @@ a CUDA device, where the copy to pinned memory must finish first.
 
 from __future__ import annotations
 
-import atexit
-import os
 import queue
-import sys
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpipe.errors import PipelineError
-from lightning_asyncpipe.runtime import wire
+from lightning_asyncpipe.runtime import exits, wire
 from lightning_asyncpipe.runtime.mailbox import FailureWatch, Mailbox
 from lightning_asyncpipe.runtime.wire import Message, MessageKey
 
@@ -41,7 +37,6 @@ _FOREVER = timedelta(days=365)
 _SLICE = 0.1  # seconds
 _POSTED_AHEAD = 16  # receives in flight per peer; each costs wire.FIRST_SIZE bytes
 _SMALL_HELD = 32  # small sends per peer whose buffers may be held although they have left
-_EXIT_WAIT = 2.0  # seconds that an exit waits for helper threads; two ranks that exit wait for each other
 _FIRST_TAG, _SECOND_TAG = 1, 2
 
 
@@ -156,8 +151,7 @@ class GlooTransport:
                 self._mailbox.check()
                 if time.monotonic() > deadline:
                     raise PipelineError(
-                        f"rank {self.rank} waited {self._timeout:g} s for rank {peer} to receive "
-                        "what was sent to it"
+                        f"rank {self.rank} waited {self._timeout:g} s for rank {peer} to receive what was sent to it"
                     )
 
     def close(self) -> None:
@@ -178,12 +172,6 @@ class _Helper(ABC):
         self._busy = False
         self._stopping = False
         self._thread = threading.Thread(target=self._main, daemon=True, name=f"{name}-{peer}")
-        _helpers.add(self)
-
-    @property
-    def may_be_in_gloo(self) -> bool:
-        """Whether the thread waits for an operation, or is about to."""
-        return self._busy and self._thread.is_alive()
 
     def stop(self) -> None:
         """Have the thread end once it has nothing to wait for."""
@@ -198,6 +186,7 @@ class _Helper(ABC):
     def _request_stop(self) -> None: ...
 
     def _main(self) -> None:
+        exits.watch(self, lambda: self._busy)
         try:
             self._run()
         except _ConnectionLost as lost:
@@ -207,6 +196,7 @@ class _Helper(ABC):
             self._mailbox.fail(error)
         finally:
             self._busy = False
+            exits.forget(self)
 
     def _post(self, operation: Callable[..., dist.Work], buffer: Tensor, tag: int) -> dist.Work:
         """Post a send or receive of ``buffer``."""
@@ -225,26 +215,6 @@ class _Helper(ABC):
 
 class _ConnectionLost(Exception):
     """An operation of gloo failed."""
-
-
-_helpers: weakref.WeakSet[_Helper] = weakref.WeakSet()
-
-
-@atexit.register
-def _leave_gloo() -> None:
-    """Let no thread return from gloo once the interpreter is being taken down.
-
-    It could not get the interpreter's lock, would be unwound through C++ code that must not be, and
-    the process would abort (Python before 3.14). After a failure the peers end too, and their
-    connections with them, which ends the waits.
-    """
-    deadline = time.monotonic() + _EXIT_WAIT
-    while any(helper.may_be_in_gloo for helper in _helpers):
-        if time.monotonic() > deadline:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-        time.sleep(0.02)
 
 
 class _Sender(_Helper):
@@ -297,10 +267,7 @@ class _Sender(_Helper):
             else:
                 buffers.append(data)
         tags = (_FIRST_TAG, _SECOND_TAG)
-        works = [
-            self._post(self._group.send, buffer, tag)
-            for buffer, tag in zip(buffers, tags, strict=False)
-        ]
+        works = [self._post(self._group.send, buffer, tag) for buffer, tag in zip(buffers, tags, strict=False)]
         return _Posted(works, buffers)
 
     def _run(self) -> None:
@@ -333,9 +300,7 @@ class _Staged:
         self._host = tensor
         self._copied: torch.cuda.Event | None = None
         if tensor is not None and tensor.is_cuda:
-            self._host = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True
-            )
+            self._host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
@@ -374,9 +339,7 @@ class _Receiver(_Helper):
                 text = wire.mismatch(self._rank, expected, self._peer, header.key)
                 raise PipelineError(text)
             tensor = self._payload(header, part)
-            self._mailbox.deliver(
-                expected, Message(tensor, header.fingerprint, header.requires_grad)
-            )
+            self._mailbox.deliver(expected, Message(tensor, header.fingerprint, header.requires_grad))
             del tensor  # the mailbox alone keeps it alive
 
     def _post_ahead(self) -> bool:

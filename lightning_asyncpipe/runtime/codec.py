@@ -183,9 +183,7 @@ class _Reader:
 
     def take(self, count: int) -> memoryview:
         if count > self.remaining:
-            raise ValueError(
-                f"the encoded object is cut short: {count} bytes wanted, {self.remaining} left"
-            )
+            raise ValueError(f"the encoded object is cut short: {count} bytes wanted, {self.remaining} left")
         piece = self._data[self._at : self._at + count]
         self._at += count
         return piece
@@ -257,10 +255,7 @@ def _decode_from(reader: _Reader, depth: int) -> Any:
     if tag in _SEQUENCES:
         return _SEQUENCES[tag]([_decode_from(reader, depth + 1) for _ in range(reader.length())])
     if tag == ord("d"):
-        pairs = [
-            (_decode_from(reader, depth + 1), _decode_from(reader, depth + 1))
-            for _ in range(reader.length())
-        ]
+        pairs = [(_decode_from(reader, depth + 1), _decode_from(reader, depth + 1)) for _ in range(reader.length())]
         if not all(isinstance(key, (str, int)) for key, _ in pairs):
             raise ValueError("an encoded dict has keys that are neither str nor int")
         return dict(pairs)

@@ -27,6 +27,7 @@ from lightning_asyncpipe.runtime.stages import StageForward, StageRunner, StageT
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
 from lightning_asyncpipe.runtime.standpoint import Standpoints, mismatch
 from lightning_asyncpipe.runtime.stash import WeightStash
+from lightning_asyncpipe.runtime.timeline import Ledger, Spent
 
 ACTIVATION, GRADIENT = 0, 1
 
@@ -41,6 +42,7 @@ class Work:
         early: entered around each forward that runs before the batch's own segment.
         finish: called with (micro-batch, value of the step) on the last stage; returns the scalar from which the
             backward starts.
+        recorded: called in the batch's own segment once its last stage has run on this rank for the last time.
         step: number of the optimizer step that the batch belongs to, for messages.
         serial: number of the batch in messages; given by the engine when the batch starts.
         batch_statistics: what running statistics (of a BatchNorm) saw, by micro-batch.
@@ -50,6 +52,7 @@ class Work:
     fingerprints: Sequence[int]
     finish: Callable[[int, Any], Tensor]
     early: Callable[[], AbstractContextManager[Any]] = nullcontext
+    recorded: Callable[[], None] = lambda: None
     step: int = 0
     serial: int = -1
     batch_statistics: dict[int, list[BufferRecord]] = field(default_factory=dict)
@@ -70,21 +73,6 @@ class _InFlight:
     forward: StageForward
     version: int
     leaves: dict[Any, Tensor] | None
-
-
-@dataclass
-class BusyTime:
-    """Seconds spent computing, and since when."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    wall: float = 0.0
-    segments: int = 0
-
-    @property
-    def utilisation(self) -> float:
-        """Share of the wall time spent in forwards and backwards."""
-        return (self.forward + self.backward) / self.wall if self.wall else 0.0
 
 
 class Engine:
@@ -125,18 +113,19 @@ class Engine:
         self.staleness = staleness
         self.stash = stash
         self.standpoints = standpoints
-        self.busy = BusyTime()
+        self.ledger = Ledger()
         self._serial = 0
         self._carried: Work | None = None
         self._carry: tuple[int, ...] = ()
         self._flight: dict[tuple[int, int, int], _InFlight] = {}
+        self._leaving: dict[tuple[int, int, int], Tensor | None] = {}
         self._unread: set[MessageKey] = set()
         self._incoming: dict[int, tuple[SegmentPlan, dict[int, list[Action | MessageKey]]]] = {}
-        self._since: float | None = None
-        self._spent_forward = self._spent_backward = 0.0
         self._handlers: dict[Kind, Callable[[Action, Work, bool], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.INPUT_GRAD: self._backward,
+            Kind.WEIGHT_GRAD: self._weight_gradients,
             Kind.SEND_ACTIVATION: self._send_activation,
             Kind.SEND_GRADIENT: self._send_gradient,
             Kind.REDUCE: lambda action, work, stale: self.weights.reduce(action.stage, work.serial),
@@ -152,9 +141,7 @@ class Engine:
             steps: whether an optimizer step follows.
         """
         if self._carried is not None and self._carried is not current:
-            raise ScheduleError(
-                "the batch given is not the one whose first forwards already ran; drop the carry first"
-            )
+            raise ScheduleError("the batch given is not the one whose first forwards already ran; drop the carry first")
         for work in (current, upcoming):
             if work is not None and work.serial < 0:
                 work.serial, self._serial = self._serial, self._serial + 1
@@ -168,9 +155,7 @@ class Engine:
             )
         )
         if self.standpoints is not None:
-            self.standpoints.train(
-                current.step, len(current.tasks), plan.spec.ahead, current.digest
-            )
+            self.standpoints.train(current.step, len(current.tasks), plan.spec.ahead, current.digest)
         self._post_receives(plan, current, upcoming)
         if plan.spec.updated:
             self.weights.publish(current.serial)
@@ -179,16 +164,31 @@ class Engine:
         self._carried, self._carry = (upcoming, plan.carry) if any(plan.carry) else (None, ())
         if self.stash is not None:
             self.stash.rotate()
-        self._tick()
+        self.ledger.tick()
         return plan
 
     def _execute(self, plan: SegmentPlan, current: Work, upcoming: Work | None) -> None:
-        for action in plan.actions[self.device]:
+        last = self._last_record(plan)
+        if last < 0:
+            current.recorded()
+        for position, action in enumerate(plan.actions[self.device]):
             handler = self._handlers.get(action.kind)
             if handler is not None:
                 work = upcoming if action.ahead else current
                 assert work is not None
                 handler(action, work, action.ahead and plan.spec.steps)
+            if position == last:
+                current.recorded()
+
+    def _last_record(self, plan: SegmentPlan) -> int:
+        """Where this device runs the last stage of the segment's own batch for the last time, -1 if it does not."""
+        last = self.placement.num_stages - 1
+        runs = [
+            position
+            for position, action in enumerate(plan.actions[self.device])
+            if action.kind is Kind.FORWARD and action.stage == last and not action.ahead
+        ]
+        return runs[-1] if runs else -1
 
     def drop_carry(self) -> None:
         """Flush: forget all early forwards; their batch starts anew in the next segment."""
@@ -206,7 +206,7 @@ class Engine:
 
     def collect_gradients(self) -> dict[str, Tensor]:
         """The window's gradients of the parameters that this rank owns, by name; waits for the other hosts."""
-        with self._receiving():
+        with self._receiving(), self.ledger.counting(Spent.REDUCTION):
             return self.weights.collect()
 
     def stepped(self) -> None:
@@ -230,20 +230,6 @@ class Engine:
         self.transport.close()
         if self.standpoints is not None:
             self.standpoints.close()
-
-    def pause_clock(self) -> None:
-        """Leave out the time until the next segment ends from the utilisation."""
-        self._since = None
-
-    def _tick(self) -> None:
-        now = time.perf_counter()
-        if self._since is not None:
-            self.busy.forward += self._spent_forward
-            self.busy.backward += self._spent_backward
-            self.busy.wall += now - self._since
-            self.busy.segments += 1
-        self._since = now
-        self._spent_forward = self._spent_backward = 0.0
 
     # Messages
 
@@ -305,16 +291,16 @@ class Engine:
     @staticmethod
     def _key_of_send(action: Action, work: Work) -> MessageKey:
         kind, stage = (
-            (ACTIVATION, action.stage + 1)
-            if action.kind is Kind.SEND_ACTIVATION
-            else (GRADIENT, action.stage - 1)
+            (ACTIVATION, action.stage + 1) if action.kind is Kind.SEND_ACTIVATION else (GRADIENT, action.stage - 1)
         )
         return MessageKey(kind, stage, action.pipeline, work.serial, action.microbatch)
 
     def _take(self, kind: int, action: Action, work: Work) -> Any:
         key = MessageKey(kind, action.stage, action.pipeline, work.serial, action.microbatch)
+        started = time.perf_counter()
         with self._receiving():
             message = self.transport.take(key)
+        self.ledger.add(Spent.ACTIVATION if kind == ACTIVATION else Spent.GRADIENT, started, action)
         self._unread.discard(key)
         return message
 
@@ -338,7 +324,7 @@ class Engine:
             forward = self.runner.forward(stage, work.tasks[index], activation, leaves)
             if stage == self.placement.num_stages - 1:
                 forward.root = work.finish(index, forward.value)
-        self._spent_forward += time.perf_counter() - started
+        self.ledger.add(Spent.FORWARD, started, action)
         work.batch_statistics.setdefault(index, []).extend(forward.buffer_records)
         version = self.staleness.forward(stage)
         self._flight[work.serial, index, stage] = _InFlight(forward, version, leaves)
@@ -348,18 +334,33 @@ class Engine:
         gradient = None
         if stage < self.placement.num_stages - 1:
             gradient = self._take(GRADIENT, action, work).tensor
-        held = self._flight[work.serial, index, stage]
+        key = work.serial, index, stage
+        held = self._flight[key]
         started = time.perf_counter()
         names = self.runner.program.parameters[stage]
         with self.weights.accumulator.collecting(names, held.leaves):
-            entry_gradient = self.runner.backward(held.forward, gradient)
-        self._spent_backward += time.perf_counter() - started
+            if action.kind is Kind.INPUT_GRAD:
+                entry_gradient = self.runner.input_gradient(held.forward, gradient)
+            else:
+                entry_gradient = self.runner.backward(held.forward, gradient)
+        self.ledger.add(Spent.BACKWARD, started, action)
         work.batch_statistics.setdefault(index, []).extend(held.forward.recomputed_records())
         self.staleness.backward(stage, held.version)
         if stage > 0:
-            held.forward.entry_gradient = entry_gradient
-        else:
-            del self._flight[work.serial, index, stage]
+            self._leaving[key] = entry_gradient
+        if action.kind is not Kind.INPUT_GRAD:
+            del self._flight[key]
+
+    def _weight_gradients(self, action: Action, work: Work, stale: bool) -> None:
+        stage, index = action.stage, action.microbatch
+        held = self._flight.pop((work.serial, index, stage))
+        if held.forward.second_half is None:
+            return
+        started = time.perf_counter()
+        with self.weights.accumulator.collecting(self.runner.program.parameters[stage], held.leaves):
+            self.runner.weight_gradients(held.forward)
+        self.ledger.add(Spent.WEIGHT_GRADIENT, started, action)
+        work.batch_statistics.setdefault(index, []).extend(held.forward.recomputed_records())
 
     def _send_activation(self, action: Action, work: Work, stale: bool) -> None:
         forward = self._flight[work.serial, action.microbatch, action.stage].forward
@@ -372,13 +373,11 @@ class Engine:
         )
 
     def _send_gradient(self, action: Action, work: Work, stale: bool) -> None:
-        held = self._flight.pop((work.serial, action.microbatch, action.stage))
-        self.transport.send(
-            self._global(action.peer), self._key_of_send(action, work), held.forward.entry_gradient
-        )
+        gradient = self._leaving.pop((work.serial, action.microbatch, action.stage))
+        self.transport.send(self._global(action.peer), self._key_of_send(action, work), gradient)
 
     def _update(self, stage: int) -> None:
-        with self._receiving():
+        with self._receiving(), self.ledger.counting(Spent.WEIGHTS):
             self.weights.update(stage)
         self.staleness.updated(stage)
 

@@ -74,10 +74,7 @@ class WeightExchange:
             if rank != self.rank
             and (
                 rank // size == replica
-                or any(
-                    rank in bucket.hosts and self.rank in bucket.hosts
-                    for bucket in self._ownership.buckets
-                )
+                or any(rank in bucket.hosts and self.rank in bucket.hosts for bucket in self._ownership.buckets)
             )
         ]
 
@@ -108,9 +105,7 @@ class WeightExchange:
         return [
             bucket
             for bucket in self._ownership.buckets
-            if rank in bucket.hosts
-            and stage in bucket.stages
-            and hosted.intersection(bucket.stages) <= reduced
+            if rank in bucket.hosts and stage in bucket.stages and hosted.intersection(bucket.stages) <= reduced
         ]
 
     # Gradients
@@ -129,9 +124,7 @@ class WeightExchange:
 
     def _packed(self, bucket: Bucket, names: tuple[str, ...]) -> Tensor:
         device = self._parameters[names[0]].device
-        return pack_gradients(
-            self.accumulator, names, self._shapes, accumulation_dtype(bucket.dtype), device
-        )
+        return pack_gradients(self.accumulator, names, self._shapes, accumulation_dtype(bucket.dtype), device)
 
     def collect(self) -> dict[str, Tensor]:
         """Wait for the gradients of the parameters that this rank owns, summed over all hosts, by name.
@@ -161,9 +154,7 @@ class WeightExchange:
     def stepped(self) -> None:
         """The owners have stepped: every replica is one version behind until it is updated."""
         self.replicas_outdated = True
-        self._outdated = {
-            bucket.index for bucket in self._ownership.buckets if self.rank in bucket.hosts
-        }
+        self._outdated = {bucket.index for bucket in self._ownership.buckets if self.rank in bucket.hosts}
 
     def publish(self, serial: int) -> None:
         """Send the new weights of what this rank owns to the other hosts."""
@@ -176,9 +167,7 @@ class WeightExchange:
             weights = pack_weights(self._parameters, names)
             for host in bucket.hosts:
                 if host != self.rank:
-                    self._transport.send(
-                        host, MessageKey(UPDATE, bucket.index, self.rank, serial, 0), weights
-                    )
+                    self._transport.send(host, MessageKey(UPDATE, bucket.index, self.rank, serial, 0), weights)
 
     def update(self, stage: int | None = None) -> None:
         """Switch this rank's copy of a stage (None: of every stage) to the new weights; waits for them."""

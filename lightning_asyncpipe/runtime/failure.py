@@ -81,6 +81,9 @@ class FailureBoard:
         grace: seconds that the main thread has to react to a failure.
         name: the same on all ranks and different for each board of a run; by default the number of
             boards that this process has made.
+
+    Attributes:
+        ending: set where the run ends well: from then on a rank may be gone without having failed.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class FailureBoard:
         name: str | None = None,
     ) -> None:
         self.rank = rank
+        self.ending = False
         self.owns_terminal = rank == 0 if owns_terminal is None else owns_terminal
         self._world_size = world_size
         self._poll = poll
@@ -302,7 +306,7 @@ _boards: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
 def _stop_watching() -> None:
     """Let no thread return from the store's C++ side once the interpreter is being taken down.
 
-    See ``channels._leave_gloo``, which this follows.
+    See ``exits``, which this follows.
     """
     for board in list(_boards):
         board._stop.set()

@@ -36,9 +36,7 @@ class GradientAccumulator:
         self._sums: dict[str, Tensor] = {}
 
     @contextmanager
-    def collecting(
-        self, names: Iterable[str], leaves: Mapping[Parameter, Tensor] | None = None
-    ) -> Iterator[None]:
+    def collecting(self, names: Iterable[str], leaves: Mapping[Parameter, Tensor] | None = None) -> Iterator[None]:
         """Gather the gradients that the enclosed backward gives to the parameters `names`.
 
         Args:
@@ -83,8 +81,11 @@ class GradientAccumulator:
 
 
 def pack_gradients(
-    accumulator: GradientAccumulator, names: Sequence[str], shapes: Mapping[str, torch.Size],
-    dtype: torch.dtype, device: torch.device,
+    accumulator: GradientAccumulator,
+    names: Sequence[str],
+    shapes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """One flat tensor: the sums of `names`, then one flag each that says whether there was any gradient."""
     parts: list[Tensor] = []
@@ -99,16 +100,14 @@ def pack_gradients(
     return torch.cat([*parts, flags])
 
 
-def add_packed(
-    sums: dict[str, Tensor], packed: Tensor, names: Sequence[str], shapes: Mapping[str, torch.Size]
-) -> None:
+def add_packed(sums: dict[str, Tensor], packed: Tensor, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> None:
     """Add what :func:`pack_gradients` made to `sums`; parameters without any gradient stay out of it."""
-    flags = packed[len(packed) - len(names):].tolist()
+    flags = packed[len(packed) - len(names) :].tolist()
     start = 0
     for name, flag in zip(names, flags, strict=True):
         size = shapes[name].numel()
         if flag:
-            part = packed[start:start + size].view(shapes[name])
+            part = packed[start : start + size].view(shapes[name])
             sums[name] = sums[name].add_(part) if name in sums else part.clone()
         start += size
 

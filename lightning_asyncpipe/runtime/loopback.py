@@ -27,9 +27,7 @@ class LoopbackNetwork:
         timeout: seconds that ``take`` and ``drain`` wait at most.
     """
 
-    def __init__(
-        self, world_size: int, failures: FailureWatch | None = None, timeout: float = 60.0
-    ) -> None:
+    def __init__(self, world_size: int, failures: FailureWatch | None = None, timeout: float = 60.0) -> None:
         self._mailboxes = [Mailbox(rank, failures, timeout) for rank in range(world_size)]
         self._pairs = {
             (source, target): _Pair(source, target, mailbox)
@@ -117,6 +115,4 @@ class _Pair:
             if key == expected:
                 self._mailbox.deliver(key, message)
             else:
-                self._mailbox.fail(
-                    PipelineError(wire.mismatch(self._target, expected, self._source, key))
-                )
+                self._mailbox.fail(PipelineError(wire.mismatch(self._target, expected, self._source, key)))

@@ -131,9 +131,7 @@ class Mailbox:
         if self._queue.empty():
             self.check()
             if missing not in self._peer_of:
-                raise PipelineError(
-                    f"rank {self._rank} waits for {missing}, which was never expected"
-                )
+                raise PipelineError(f"rank {self._rank} waits for {missing}, which was never expected")
         try:
             item = self._queue.get(timeout=_SLICE)
         except queue.Empty:

@@ -209,9 +209,7 @@ class _Splitter:
 
     def _sequence(self, node: Any, path: Path) -> list[Any]:
         if hasattr(node, "_fields"):
-            columns = [
-                self.pieces(getattr(node, name), (*path, f".{name}")) for name in node._fields
-            ]
+            columns = [self.pieces(getattr(node, name), (*path, f".{name}")) for name in node._fields]
             return [type(node)(*row) for row in zip(*columns, strict=True)]
         build = type(node)
         if _is_one_entry_per_sample(node, self.size):

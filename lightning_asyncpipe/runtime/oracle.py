@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_asyncpipe.errors import ScheduleError
-from lightning_asyncpipe.plan.actions import Action, Kind
+from lightning_asyncpipe.plan.actions import COMPUTE, Action, Kind
 from lightning_asyncpipe.plan.schedule import Planner, SegmentPlan, SegmentSpec
-from lightning_asyncpipe.runtime.engine import BusyTime, Work
+from lightning_asyncpipe.runtime.engine import Work
 from lightning_asyncpipe.runtime.gradients import GradientAccumulator
 from lightning_asyncpipe.runtime.stages import StageForward, StageRunner
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
 from lightning_asyncpipe.runtime.stash import WeightStash
+from lightning_asyncpipe.runtime.timeline import Ledger
 
 
 class Oracle:
@@ -47,7 +48,7 @@ class Oracle:
         self.runner = runner
         self.staleness = staleness
         self.stash = stash
-        self.busy = BusyTime()
+        self.ledger = Ledger()
         self._accumulator = GradientAccumulator(parameters)
         self._parameters = dict(parameters)
         self._last_stage = planner.placement.num_stages - 1
@@ -75,9 +76,7 @@ class Oracle:
             self._updated = False
             for stage in range(self._last_stage + 1):
                 self.staleness.updated(stage)
-        queues = [
-            [a for a in actions if a.kind in (Kind.FORWARD, Kind.BACKWARD)] for actions in plan.actions
-        ]
+        queues = [[a for a in actions if a.kind in COMPUTE] for actions in plan.actions]
         positions = [0] * len(queues)
         while any(position < len(queue) for position, queue in zip(positions, queues, strict=True)):
             progressed = False
@@ -92,6 +91,7 @@ class Oracle:
                     progressed = True
             if not progressed:
                 raise ScheduleError(f"no device can go on: positions {positions}")
+        current.recorded()
         self.staleness.close_segment(plan)
         self._carried, self._carry = (upcoming, plan.carry) if any(plan.carry) else (None, ())
         if self.stash is not None:
@@ -103,7 +103,9 @@ class Oracle:
         key = (work.serial, action.microbatch, action.stage)
         if action.kind is Kind.FORWARD:
             return self._forward(key, work, action, stale)
-        return self._backward(key, work)
+        if action.kind is Kind.WEIGHT_GRAD:
+            return self._weight_gradients(key, work)
+        return self._backward(key, work, action.kind is Kind.INPUT_GRAD)
 
     def _forward(self, key: tuple[int, int, int], work: Work, action: Action, stale: bool) -> bool:
         serial, index, stage = key
@@ -123,20 +125,31 @@ class Oracle:
         self._forwards[key] = (forward, self.staleness.forward(stage), leaves)
         return True
 
-    def _backward(self, key: tuple[int, int, int], work: Work) -> bool:
+    def _backward(self, key: tuple[int, int, int], work: Work, half: bool) -> bool:
         serial, index, stage = key
         gradient = None
         if stage < self._last_stage:
             if (serial, index, stage + 1) not in self._entry_gradients:
                 return False
             gradient = self._entry_gradients.pop((serial, index, stage + 1))
-        forward, version, leaves = self._forwards.pop(key)
+        forward, version, leaves = self._forwards[key]
+        run = self.runner.input_gradient if half else self.runner.backward
         with self._accumulator.collecting(self.runner.program.parameters[stage], leaves):
-            entry_gradient = self.runner.backward(forward, gradient)
+            entry_gradient = run(forward, gradient)
         work.batch_statistics.setdefault(index, []).extend(forward.recomputed_records())
         self.staleness.backward(stage, version)
         if stage > 0:
             self._entry_gradients[key] = entry_gradient
+        if not half:
+            del self._forwards[key]
+        return True
+
+    def _weight_gradients(self, key: tuple[int, int, int], work: Work) -> bool:
+        _, index, stage = key
+        forward, _, leaves = self._forwards.pop(key)
+        with self._accumulator.collecting(self.runner.program.parameters[stage], leaves):
+            self.runner.weight_gradients(forward)
+        work.batch_statistics.setdefault(index, []).extend(forward.recomputed_records())
         return True
 
     def drop_carry(self) -> None:
@@ -165,9 +178,6 @@ class Oracle:
             self._updated = False
             for stage in range(self._last_stage + 1):
                 self.staleness.updated(stage)
-
-    def pause_clock(self) -> None:
-        """One process has no idle time to measure."""
 
     def close(self) -> None:
         """Nothing to stop."""

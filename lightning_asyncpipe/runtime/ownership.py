@@ -85,14 +85,10 @@ class Ownership:
 def hosts_of(stages: Sequence[int], placement: Placement, replicas: int) -> tuple[int, ...]:
     """Global ranks that host any of `stages`, ascending; those of stage 0 for no stage at all."""
     devices = sorted({device for stage in stages or (0,) for device in placement.hosts(stage)})
-    return tuple(
-        replica * placement.num_stages + device for replica in range(replicas) for device in devices
-    )
+    return tuple(replica * placement.num_stages + device for replica in range(replicas) for device in devices)
 
 
-def assign(
-    parameters: Sequence[ParameterInfo], placement: Placement, replicas: int = 1
-) -> Ownership:
+def assign(parameters: Sequence[ParameterInfo], placement: Placement, replicas: int = 1) -> Ownership:
     """Give every parameter an owner among its hosts, the largest first, to the host that owns least so far.
 
     Only trainable parameters weigh: a frozen one has no optimizer state and never travels after the start.
@@ -123,9 +119,6 @@ def _buckets(
     for index, key in enumerate(sorted(groups)):
         members = groups[key]
         owners = sorted({owner[info.name] for info in members})
-        shards = tuple(
-            (rank, tuple(info.name for info in members if owner[info.name] == rank))
-            for rank in owners
-        )
+        shards = tuple((rank, tuple(info.name for info in members if owner[info.name] == rank)) for rank in owners)
         buckets.append(Bucket(index, key[0], members[0].dtype, hosts[members[0].name], shards))
     return tuple(buckets)

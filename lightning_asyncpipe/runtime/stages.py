@@ -25,6 +25,7 @@ from lightning_asyncpipe.runtime.calls import (
     StageExit,
     make_plan,
 )
+from lightning_asyncpipe.runtime.halves import WeightGradients, input_gradient
 from lightning_asyncpipe.runtime.hollow import hollow as hollow
 from lightning_asyncpipe.runtime.hollow import is_hollow as is_hollow
 from lightning_asyncpipe.runtime.program import StageProgram
@@ -64,7 +65,8 @@ class StageForward:
         root: the tensor from which the backward starts; the caller sets it on the last stage, to a scalar.
         leaf: the received activation as a leaf of the graph; None on the first stage.
         buffer_records: what normalisation layers saw.
-        entry_gradient: for the caller's use: what the backward returned.
+        second_half: of a backward that was begun with :meth:`StageRunner.input_gradient`.
+        recomputed: whether the backward ran modules of the forward again.
     """
 
     stage: int
@@ -75,14 +77,16 @@ class StageForward:
     root: Tensor | None = None
     leaf: Tensor | None = None
     buffer_records: list[BufferRecord] = field(default_factory=list)
-    entry_gradient: Tensor | None = None
+    second_half: WeightGradients | None = None
+    recomputed: bool = False
     _recomputed: list[BufferRecord] = field(default_factory=list)
     streams: dict[tuple[str, int], int] = field(default_factory=dict)
     _weights: Mapping[Parameter, Tensor] | None = None
 
     def recomputed_records(self) -> list[BufferRecord]:
-        """What normalisation layers saw again, because the backward ran parts of the forward again."""
-        return self._recomputed
+        """What normalisation layers saw again, because the backward ran parts of the forward again; given out once."""
+        records, self._recomputed = self._recomputed, []
+        return records
 
 
 class StageRunner:
@@ -97,6 +101,9 @@ class StageRunner:
         step: usually ``model.training_step``.
         context: entered around each forward alone, for example autocast.
         statistics: staging of running statistics; made here if None.
+
+    Attributes:
+        in_halves: the stages whose backwards can be run in two halves, see ``halves``; none to begin with.
     """
 
     def __init__(
@@ -112,6 +119,7 @@ class StageRunner:
         self.statistics = RunningStatistics(model) if statistics is None else statistics
         self.skipped = SkippedCalls()
         self.random = RandomStreams(program.random)
+        self.in_halves: frozenset[int] = frozenset()
         self._step = step
         self._context = context
         self._active: ForwardRun | Recomputation | None = None
@@ -213,19 +221,55 @@ class StageRunner:
         Returns:
             The gradient of the received activation; None where there is none.
         """
+        root, leaf = self._begin_backward(forward, gradient)
+        if root is None:
+            return None
+        with self._backward_action(forward):
+            torch.autograd.backward(root, gradient)
+        return None if leaf is None else leaf.grad
+
+    def input_gradient(self, forward: StageForward, gradient: Tensor | None = None) -> Tensor | None:
+        """As :meth:`backward`, but leave what only the parameters need to :meth:`weight_gradients`.
+
+        Where that cannot be told apart (see ``in_halves``) the whole backward is run.
+        """
+        if forward.stage not in self.in_halves:
+            return self.backward(forward, gradient)
+        root, leaf = self._begin_backward(forward, gradient)
+        if root is None:
+            return None
+        if leaf is None or not leaf.requires_grad:
+            forward.second_half = WeightGradients(whole=(root, gradient))
+            return None
+        with self._backward_action(forward):
+            forward.second_half = input_gradient(root, gradient, leaf)
+        return leaf.grad
+
+    def weight_gradients(self, forward: StageForward) -> None:
+        """Run the second half of a backward; parameters' gradients accumulate as ever."""
+        second_half, forward.second_half = forward.second_half, None
+        if second_half is not None:
+            with self._backward_action(forward):
+                second_half.run()
+
+    def _begin_backward(self, forward: StageForward, gradient: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Where the backward starts, None if there is nothing to do, and the received activation."""
         root, leaf = forward.root, forward.leaf
         forward.root = forward.leaf = None
         last = forward.stage == self.program.num_stages - 1
         if root is None or not root.requires_grad or (gradient is None and not last):
-            return None
+            return None, None
+        return root, leaf
+
+    @contextmanager
+    def _backward_action(self, forward: StageForward) -> Iterator[None]:
         start = digest("backward", forward.stage)
         with self._action(Recomputation(self, forward), forward.task, start, forward._weights):
             self.statistics.begin(watch=False)
             try:
-                torch.autograd.backward(root, gradient)
+                yield
             finally:
                 forward._recomputed = self.statistics.end()
-        return None if leaf is None else leaf.grad
 
     @contextmanager
     def _action(

@@ -37,9 +37,9 @@ class WeightStash:
                 continue
             leaf = self._leaves.get(name)
             if leaf is None:
-                leaf = self._leaves[name] = parameter.detach().clone(
-                    memory_format=torch.preserve_format
-                ).requires_grad_()
+                leaf = self._leaves[name] = (
+                    parameter.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+                )
             found[parameter] = leaf
         return found
 

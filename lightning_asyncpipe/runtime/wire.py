@@ -61,9 +61,7 @@ class Header(NamedTuple):
     def empty(self, pin_memory: bool = False) -> Tensor:
         """An uninitialised CPU tensor with the dtype, shape and strides of the one sent."""
         assert self.dtype is not None
-        return torch.empty_strided(
-            self.shape, self.strides, dtype=self.dtype, pin_memory=pin_memory
-        )
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, pin_memory=pin_memory)
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -81,9 +79,7 @@ def memory(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def pack(
-    key: MessageKey, tensor: Tensor | None, requires_grad: bool, fingerprint: int
-) -> bytearray:
+def pack(key: MessageKey, tensor: Tensor | None, requires_grad: bool, fingerprint: int) -> bytearray:
     """The first part of a message, ``FIRST_SIZE`` bytes, still without its payload.
 
     Args:
@@ -114,9 +110,7 @@ def pack(
     try:
         _HEADER.pack_into(part, 0, *fields)
     except struct.error as error:
-        raise ValueError(
-            f"{key} with fingerprint {fingerprint} does not fit 64-bit signed integers"
-        ) from error
+        raise ValueError(f"{key} with fingerprint {fingerprint} does not fit 64-bit signed integers") from error
     return part
 
 

@@ -41,9 +41,7 @@ def main(scenario: str, directory: Path) -> None:
         raise Boom("late")
 
 
-def train(
-    launcher: PopenLauncher, environment: LightningEnvironment, scenario: str, directory: Path
-) -> None:
+def train(launcher: PopenLauncher, environment: LightningEnvironment, scenario: str, directory: Path) -> None:
     rank = environment.local_rank()
     (directory / f"pid-{rank}").write_text(str(os.getpid()))
     if scenario == "one_raises_before_the_start" and rank == 1:

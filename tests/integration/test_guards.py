@@ -172,9 +172,7 @@ class NoStep(LightningModule):
 
 
 def trainer(**options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **options
-    )
+    return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **options)
 
 
 def test_an_ordinary_module_passes() -> None:
@@ -193,9 +191,7 @@ def test_an_ordinary_module_passes() -> None:
         (NoStep, "NoStep", "Define one"),
     ],
 )
-def test_modules_that_cannot_be_pipelined_are_refused(
-    module: type[LightningModule], found: str, remedy: str
-) -> None:
+def test_modules_that_cannot_be_pipelined_are_refused(module: type[LightningModule], found: str, remedy: str) -> None:
     with pytest.raises(MisconfigurationException, match=f"{found}.*{remedy}"):
         check_module(module(), trainer())
 

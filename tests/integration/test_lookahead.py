@@ -212,9 +212,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "min_size": (combined("min_size"), {}),
     "max_size": (combined("max_size"), {}),
     "cycled streams": (
-        lambda: CombinedLoader(
-            {"a": loader(Stream(7))(), "b": loader(Numbers(4))()}, "max_size_cycle"
-        ),
+        lambda: CombinedLoader({"a": loader(Stream(7))(), "b": loader(Numbers(4))()}, "max_size_cycle"),
         {},
     ),
     "limit as a number": (loader(Numbers(9)), {"limit_train_batches": 3}),
@@ -414,9 +412,7 @@ def epochs_of_a_distributed_sampler() -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_samplers_are_set_to_the_epoch_also_after_resuming_from_its_end(
-    epoch: int, tmp_path: Any
-) -> None:
+def test_samplers_are_set_to_the_epoch_also_after_resuming_from_its_end(epoch: int, tmp_path: Any) -> None:
     class SaveAtEnd(Callback):
         def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
             if trainer.current_epoch == epoch:

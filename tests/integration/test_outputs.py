@@ -30,10 +30,7 @@ def through_codec(obj: Any) -> list[Any]:
 
 def returned(*values: Any) -> list[MicroBatchOutput]:
     """Outputs of micro-batches of 3 and 2 samples whose step returned ``values`` under "x"."""
-    return [
-        read({"loss": torch.tensor(float(i)), "x": value}, i, SIZES[i], 0)
-        for i, value in enumerate(values)
-    ]
+    return [read({"loss": torch.tensor(float(i)), "x": value}, i, SIZES[i], 0) for i, value in enumerate(values)]
 
 
 def combined(*values: Any) -> Any:
@@ -73,9 +70,7 @@ def test_the_loss_keeps_its_graph_and_the_rest_loses_it() -> None:
 
 
 def test_none_cannot_skip_a_step() -> None:
-    with pytest.raises(
-        PipelineError, match=r"None for micro-batch 1 of batch 7.*cannot be skipped"
-    ):
+    with pytest.raises(PipelineError, match=r"None for micro-batch 1 of batch 7.*cannot be skipped"):
         read(None, 1, 2, 7)
 
 
@@ -128,9 +123,7 @@ def test_numbers_strings_and_containers_combine_by_rule(values: Any, expected: A
     assert result == pytest.approx(expected) if not isinstance(result, (dict, tuple)) else True
     if isinstance(result, dict):
         assert result["a"] == pytest.approx(1.4)
-        assert {k: v for k, v in result.items() if k != "a"} == {
-            k: v for k, v in expected.items() if k != "a"
-        }
+        assert {k: v for k, v in result.items() if k != "a"} == {k: v for k, v in expected.items() if k != "a"}
     if isinstance(result, tuple):
         assert result[0] == pytest.approx(1.4)
         assert result[1:] == expected[1:]
@@ -173,9 +166,7 @@ def test_half_precision_scalars_keep_their_dtype() -> None:
         (((1, 2), (1,)), "has different lengths"),
     ],
 )
-def test_what_has_no_value_for_a_batch_is_an_error_that_names_the_key(
-    values: Any, reason: str
-) -> None:
+def test_what_has_no_value_for_a_batch_is_an_error_that_names_the_key(values: Any, reason: str) -> None:
     with pytest.raises(PipelineError, match=rf"\['x'\].*{reason}"):
         combined(*values)
     with pytest.raises(PipelineError, match=rf"\['x'\]\['deep'\].*{reason}"):

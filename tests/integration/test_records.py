@@ -60,7 +60,7 @@ class InMicroBatches(SingleDeviceStrategy):
 
     def __init__(self) -> None:
         super().__init__("cpu")
-        self.exchange = StepExchange(lambda tensor: [tensor])
+        self.exchange = StepExchange(lambda tensor: lambda: [tensor])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         module: Any = self.lightning_module
@@ -210,9 +210,7 @@ def positional(module: Any, batch: Tensor) -> None:
         positional,
     ],
 )
-def test_metrics_are_those_of_one_device_on_the_whole_batch(
-    log: Log, options: dict[str, Any]
-) -> None:
+def test_metrics_are_those_of_one_device_on_the_whole_batch(log: Log, options: dict[str, Any]) -> None:
     expected, expected_lines = fit(log, SingleDeviceStrategy("cpu"), **options)
     seen, lines = fit(log, InMicroBatches(), **options)
     assert len(seen) == len(expected)
@@ -411,16 +409,12 @@ class Ranks:
         self.size = size
         self.options = options
         self.gathers = 0
-        self.exchanges: list[StepExchange] = [
-            StepExchange(self._unused, **options) for _ in range(size)
-        ]
+        self.exchanges: list[StepExchange] = [StepExchange(self._unused, **options) for _ in range(size)]
 
-    def _unused(self, tensor: Tensor) -> list[Tensor]:
+    def _unused(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
         raise AssertionError
 
-    def exchange(
-        self, local: Sequence[Sequence[MicroBatchRecord]], payloads: Sequence[Sequence[int]]
-    ) -> list[Any]:
+    def exchange(self, local: Sequence[Sequence[MicroBatchRecord]], payloads: Sequence[Sequence[int]]) -> list[Any]:
         """Runs the ranks as threads that meet in every collective."""
         import threading
 
@@ -430,16 +424,17 @@ class Ranks:
         gathers = [0] * self.size
 
         def run(rank: int) -> None:
-            def all_gather(tensor: Tensor) -> list[Tensor]:
+            def begin_all_gather(tensor: Tensor) -> Callable[[], list[Tensor]]:
                 gathers[rank] += 1
                 barrier.wait()
                 offered[rank] = tensor.clone()
                 barrier.wait()
                 assert len({(t.shape, t.dtype) for t in offered.values()}) == 1
-                return [offered[r].clone() for r in range(self.size)]
+                every = [offered[r].clone() for r in range(self.size)]
+                return lambda: every
 
             exchange = self.exchanges[rank]
-            exchange._all_gather = all_gather
+            exchange._begin_all_gather = begin_all_gather
             results[rank] = exchange.exchange(local[rank], payloads[rank])
 
         threads = [threading.Thread(target=run, args=(r,)) for r in range(self.size)]
@@ -508,10 +503,8 @@ def test_one_collective_suffices_unless_keys_are_new_or_space_is_short() -> None
 
 
 def test_losses_and_values_may_be_tensors_and_arrive_as_numbers() -> None:
-    sent = MicroBatchRecord(
-        0, 2, torch.tensor(0.25, requires_grad=True), (call("x"),), [torch.tensor(1.5)], [2]
-    )
-    [[received], _] = StepExchange(lambda tensor: [tensor]).exchange([sent])
+    sent = MicroBatchRecord(0, 2, torch.tensor(0.25, requires_grad=True), (call("x"),), [torch.tensor(1.5)], [2])
+    [[received], _] = StepExchange(lambda tensor: lambda: [tensor]).exchange([sent])
     assert (received.loss, received.values, received.batch_sizes) == (0.25, [1.5], [2.0])
 
 
@@ -519,20 +512,20 @@ def test_values_that_are_no_finite_numbers_arrive() -> None:
     values = [float("inf"), float("-inf"), -0.0]
     calls = tuple(call(str(v)) for v in values)
     sent = MicroBatchRecord(0, 2, float("nan"), calls, values, [1, 1, 1])
-    [[received], _] = StepExchange(lambda tensor: [tensor]).exchange([sent])
+    [[received], _] = StepExchange(lambda tensor: lambda: [tensor]).exchange([sent])
     assert received.values == values
     assert received.loss != received.loss
 
 
 def test_a_payload_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="payload of 3 words"):
-        StepExchange(lambda tensor: [tensor], payload_words=2).exchange([], [1, 2, 3])
+        StepExchange(lambda tensor: lambda: [tensor], payload_words=2).exchange([], [1, 2, 3])
 
 
 def test_recording_exchanging_and_merging_a_step_is_cheap() -> None:
     module = Model(nothing)
     module.trainer = quiet_trainer(SingleDeviceStrategy("cpu"))
-    exchange = StepExchange(lambda tensor: [tensor] * 4)
+    exchange = StepExchange(lambda tensor: lambda: [tensor] * 4)
     value, loss = torch.tensor(1.5), torch.tensor(0.5)
 
     def step() -> None:

@@ -81,9 +81,7 @@ def test_packed_gradients_tell_missing_from_zero():
     accumulator = GradientAccumulator(weights)
     with accumulator.collecting(["a", "b"]):
         (weights["a"].sum() + 0 * weights["b"].sum()).backward()
-    packed = pack_gradients(
-        accumulator, ["a", "b", "c"], shapes, torch.float32, torch.device("cpu")
-    )
+    packed = pack_gradients(accumulator, ["a", "b", "c"], shapes, torch.float32, torch.device("cpu"))
     sums: dict[str, torch.Tensor] = {}
     add_packed(sums, packed, ["a", "b", "c"], shapes)
     add_packed(sums, packed, ["a", "b", "c"], shapes)

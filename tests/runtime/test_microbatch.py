@@ -37,9 +37,7 @@ def data(batch: Any, count: int, **options: Any) -> list[Any]:
 
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 4))
 @settings(deadline=None)
-def test_sizes_are_those_of_tensor_split_with_enough_samples_in_each(
-    n: int, count: int, min_samples: int
-) -> None:
+def test_sizes_are_those_of_tensor_split_with_enough_samples_in_each(n: int, count: int, min_samples: int) -> None:
     batch = rows(n)
     parts = split(batch, count, min_samples=min_samples)
     used = max(1, min(count, n // min_samples))

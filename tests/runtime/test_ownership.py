@@ -58,10 +58,6 @@ def test_buckets_hold_each_trainable_parameter_once_and_no_other(world):
 
 def test_owners_of_equal_blocks_hold_equal_shares():
     placement = Placement(4, 2)
-    infos = [
-        ParameterInfo(f"s{s}.{i}", 64, torch.float32, True, (s,))
-        for s in range(4)
-        for i in range(10)
-    ]
+    infos = [ParameterInfo(f"s{s}.{i}", 64, torch.float32, True, (s,)) for s in range(4) for i in range(10)]
     ownership = assign(infos, placement)
     assert [len(ownership.owned(rank)) for rank in range(4)] == [10, 10, 10, 10]

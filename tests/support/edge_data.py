@@ -25,9 +25,7 @@ DATA.add("sizes that change", Regression, lambda: sized(7, 10, 3, 9, 2, 6))
 DATA.add("a last batch smaller than M", Regression, lambda: sized(8, 8, 8, 3))
 DATA.add("a last batch of one sample", Regression, lambda: sized(8, 8, 8, 1))
 DATA.add("batches of one sample", Regression, lambda: sized(1, 1, 1, 1))
-DATA.add(
-    "one micro-batch for each batch", Regression, lambda: sized(4, 4, 4, 4), strategy={"num_microbatches": 1}
-)
+DATA.add("one micro-batch for each batch", Regression, lambda: sized(4, 4, 4, 4), strategy={"num_microbatches": 1})
 DATA.add(
     "a short last window of batches of different sizes",
     Regression,
@@ -201,9 +199,7 @@ DATA.add(
     arguments={"max_epochs": 2, "accumulate_grad_batches": 2},
 )
 DATA.add("several epochs with shuffling", Regression, lambda: shuffled(19, 5), arguments={"max_epochs": 3})
-DATA.add(
-    "max_steps in mid-epoch", Regression, lambda: shuffled(40, 5), arguments={"max_steps": 11, "max_epochs": -1}
-)
+DATA.add("max_steps in mid-epoch", Regression, lambda: shuffled(40, 5), arguments={"max_steps": 11, "max_epochs": -1})
 DATA.add(
     "max_steps in mid-epoch with windows",
     Regression,
@@ -219,9 +215,7 @@ DATA.add(
     lambda: stream(40, 5),
     arguments={"limit_train_batches": 3, "max_epochs": 2},
 )
-DATA.add(
-    "a share of the batches", Regression, lambda: shuffled(40, 5), arguments={"limit_train_batches": 0.5}
-)
+DATA.add("a share of the batches", Regression, lambda: shuffled(40, 5), arguments={"limit_train_batches": 0.5})
 
 
 class Augmented(Points):
@@ -363,6 +357,4 @@ class StopsItself(Regression):
         return -1 if batch_idx == 3 else None
 
 
-DATA.add(
-    "a batch start that ends the epoch", StopsItself, lambda: shuffled(40, 5), arguments={"max_epochs": 2}
-)
+DATA.add("a batch start that ends the epoch", StopsItself, lambda: shuffled(40, 5), arguments={"max_epochs": 2})

@@ -268,6 +268,8 @@ HOOKS.add(
     lambda: sized(*HOOK_SIZES),
     arguments={"max_epochs": 2, "accumulate_grad_batches": 1},
 )
+
+
 class Constrained(Regression):
     """Keeps its weights in a range, by a hook of the optimizer."""
 

@@ -89,6 +89,7 @@ for inside in (True, False):
         reference="none",
     )
 
+
 class RememberedDropout(nn.Module):
     """Dropout that keeps a fingerprint of each of its masks."""
 

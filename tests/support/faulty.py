@@ -145,16 +145,16 @@ class Raises(Regression):
 
 
 class Dies(Regression):
-    """A rank is killed in mid-step."""
+    """A rank ends in mid-step, by default because it is killed."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, end: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)) -> None:
         super().__init__()
-        self.rank = rank
+        self.rank, self.end = rank, end
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 5 and rank() == self.rank:
             happens()
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.end()
         return super().training_step(batch, batch_idx)
 
 
@@ -262,9 +262,7 @@ FAULTS: dict[str, Fault] = {
     "noise of each rank's own": Fault(loader=lambda: DataLoader(Noisy(96), 8), ranks=3),
     "a smaller batch": Fault(loader=lambda: differing([8] * 5, [8, 8, 3, 8, 8], wrong=2)),
     "a shorter loader": Fault(loader=lambda: differing([8] * 5, [8] * 3, wrong=3)),
-    "a shorter loader, synchronous": Fault(
-        loader=lambda: differing([8] * 5, [8] * 3, wrong=3), strategy=SYNCHRONOUS
-    ),
+    "a shorter loader, synchronous": Fault(loader=lambda: differing([8] * 5, [8] * 3, wrong=3), strategy=SYNCHRONOUS),
     "a shorter stream of a replica": Fault(
         loader=lambda: DataLoader(Part(40, 24), 8), strategy={"data_parallel_size": 2, **SYNCHRONOUS}
     ),
@@ -281,6 +279,8 @@ FAULTS: dict[str, Fault] = {
     "different modules": Fault(OtherOnEachRank),
     "rank 0 is killed": Fault(lambda: Dies(0)),
     "rank 1 is killed": Fault(lambda: Dies(1), ranks=3),
+    "rank 1 leaves without a word": Fault(lambda: Dies(1, lambda: os._exit(0)), ranks=3),
+    "rank 1 calls sys.exit": Fault(lambda: Dies(1, lambda: sys.exit(3))),
     "ctrl-c": Fault(Slow, lambda: batches(10_000), send=(signal.SIGINT, "all")),
     "sigterm": Fault(Slow, lambda: batches(10_000), send=(signal.SIGTERM, "first")),
     "rank 1 raises, spawned": Fault(lambda: Raises(1, 5), strategy=SPAWN),

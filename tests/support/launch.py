@@ -25,9 +25,7 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _main(
-    function: Callable[..., Any], rank: int, size: int, port: int, results: Any, args: tuple[Any, ...]
-) -> None:
+def _main(function: Callable[..., Any], rank: int, size: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
     os.environ.update(
         LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
