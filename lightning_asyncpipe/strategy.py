@@ -43,7 +43,7 @@ from lightning_asyncpipe.integration.assembly import Assembly, align_ranks, asse
 from lightning_asyncpipe.integration.clipping import global_norms, reduce_with
 from lightning_asyncpipe.integration.launchers import PopenLauncher, ProcessLauncher
 from lightning_asyncpipe.integration.lookahead import seed_workers
-from lightning_asyncpipe.integration.optimizers import OwnedOptimizer
+from lightning_asyncpipe.integration.optimizers import LearningRates, OwnedOptimizer
 from lightning_asyncpipe.integration.steps import Executor
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.geometry import Geometry, resolve
@@ -51,6 +51,7 @@ from lightning_asyncpipe.plan.schedule import Planner
 from lightning_asyncpipe.runtime.channels import GlooTransport, Transport
 from lightning_asyncpipe.runtime.engine import Engine
 from lightning_asyncpipe.runtime.exchange import WeightExchange
+from lightning_asyncpipe.runtime.extrapolation import Extrapolation
 from lightning_asyncpipe.runtime.failure import FailureBoard
 from lightning_asyncpipe.runtime.loopback import LoopbackNetwork
 from lightning_asyncpipe.runtime.ownership import Ownership
@@ -72,6 +73,9 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         max_staleness: how many weight updates may lie between a micro-batch's forward and its backward. 0 flushes the
             pipelines at every optimizer step and equals one device that accumulates the same micro-batches.
         weight_stash: let early forwards and their backwards use the same weights, those before the update.
+        staleness_correction: the weights that early forwards run on: "none", those before the update; "extrapolate",
+            those moved on by the last update, one more copy of the hosted weights; "auto" is "extrapolate" where
+            forwards run early, unless ``weight_stash`` asks for the old ones.
         split_backward: run the two halves of a backward, the gradient of the input and those of the weights, at
             different times, which leaves devices less idle; "auto" does so in all stages that can. False never does.
         cuts: "auto", or the names of the modules that begin a stage (all but the first stage).
@@ -92,6 +96,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         max_in_flight: int | Literal["auto"] = "auto",
         max_staleness: Literal[0, 1] = 1,
         weight_stash: bool = False,
+        staleness_correction: Literal["auto", "none", "extrapolate"] = "auto",
         split_backward: bool | Literal["auto"] = "auto",
         cuts: Literal["auto"] | Sequence[str] = "auto",
         data_parallel_size: int = 1,
@@ -111,9 +116,12 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        guards.check_arguments(max_staleness, weight_stash, split_backward, cuts, timeout, start_method)
+        guards.check_arguments(
+            max_staleness, weight_stash, staleness_correction, split_backward, cuts, timeout, start_method
+        )
         self.max_staleness = max_staleness
         self.weight_stash = weight_stash
+        self.staleness_correction = staleness_correction
         self.split_backward = split_backward
         self.cuts = cuts
         self._asked = {
@@ -313,8 +321,15 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
                 timeout.total_seconds(),
                 standpoints.compare,
             )
+        stash = self._stash(runner, parameters)
         weights = WeightExchange(
-            self.global_rank, geometry.placement, geometry.replicas, ownership, parameters, transport
+            self.global_rank,
+            geometry.placement,
+            geometry.replicas,
+            ownership,
+            parameters,
+            transport,
+            *(() if stash is None else (stash.before_update,)),
         )
         return Engine(
             self.global_rank,
@@ -324,12 +339,18 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
             transport,
             weights,
             StalenessCounter(self.max_staleness),
-            self._stash(runner, parameters),
+            stash,
             standpoints,
         )
 
     def _stash(self, runner: StageRunner, parameters: dict[str, nn.Parameter]) -> WeightStash | None:
-        return WeightStash(parameters, runner.program.parameters) if self.weight_stash else None
+        """The weights of early forwards, None for the live ones."""
+        stages = runner.program.parameters
+        if self.weight_stash:
+            return WeightStash(parameters, stages)
+        if self.staleness_correction == "none" or not self.max_staleness:
+            return None
+        return Extrapolation(parameters, stages, LearningRates(self.optimizers, parameters).of)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with guards.one_optimizer():

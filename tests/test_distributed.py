@@ -42,14 +42,19 @@ def train_cases(world: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]) 
 def grid(d, n):
     cases = []
     for m in sorted({1, d, 2 * d + 1}):
-        for staleness, stash, halves in ((0, False, m > 1), (1, False, True), (1, True, True), (1, False, False)):
+        for staleness, early, halves in (
+            (0, {}, m > 1),
+            (1, {"staleness_correction": "none"}, True),
+            (1, {"staleness_correction": "extrapolate"}, m > 1),
+            (1, {"weight_stash": True}, m == 1),
+        ):
             extra = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5} if (d + n + m) % 2 else {}
             strategy = {
                 "num_pipelines": n,
                 "num_microbatches": m,
                 "max_staleness": staleness,
-                "weight_stash": stash,
                 "split_backward": halves,
+                **early,
             }
             cases.append((strategy, extra))
     return cases

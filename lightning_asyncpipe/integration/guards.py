@@ -200,6 +200,7 @@ def _metric_sync() -> Callable[..., Any]:
 def check_arguments(
     max_staleness: object,
     weight_stash: object,
+    staleness_correction: object,
     split_backward: object,
     cuts: object,
     timeout: object,
@@ -218,6 +219,15 @@ def check_arguments(
         )
     if not isinstance(weight_stash, bool):
         raise MisconfigurationException(f"weight_stash must be True or False, got {weight_stash!r}")
+    if staleness_correction not in ("auto", "none", "extrapolate"):
+        raise MisconfigurationException(
+            f"staleness_correction must be 'auto', 'none' or 'extrapolate', got {staleness_correction!r}"
+        )
+    if weight_stash and staleness_correction == "extrapolate":
+        raise MisconfigurationException(
+            "weight_stash=True and staleness_correction='extrapolate' exclude each other: early forwards run either on "
+            "the weights before the update or on those that it is expected to lead to. Leave one of them out."
+        )
     if not isinstance(split_backward, bool) and split_backward != "auto":
         raise MisconfigurationException(f"split_backward must be True, False or 'auto', got {split_backward!r}")
     named = isinstance(cuts, Sequence) and not isinstance(cuts, str)

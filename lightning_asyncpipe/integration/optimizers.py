@@ -6,7 +6,7 @@ rank owns; the full order is kept, since a checkpoint numbers parameters by it, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -78,3 +78,31 @@ class OwnedOptimizer:
             groups.append({**group, "params": list(range(start, start + len(order)))})
             start += len(order)
         return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+class LearningRates:
+    """The learning rate of each parameter's next update, on every rank, whoever steps the parameter.
+
+    Args:
+        optimizers: as the user configured them, before they are pruned to what a rank owns.
+        parameters: the parameters to tell of, by name.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
+        places = {
+            id(parameter): (optimizer, number)
+            for optimizer in optimizers
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self._places = {
+            name: places[id(parameter)] for name, parameter in parameters.items() if id(parameter) in places
+        }
+
+    def of(self, name: str) -> float:
+        """The learning rate as it is set now; 0 for a parameter that no optimizer has."""
+        place = self._places.get(name)
+        if place is None:
+            return 0.0
+        optimizer, number = place
+        return float(optimizer.param_groups[number].get("lr", 1.0))

@@ -202,10 +202,12 @@ class Engine:
             self._carried.batch_statistics.clear()
         self._carried, self._carry = None, ()
         if self.stash is not None:
-            self.stash.clear()
+            self.stash.rotate()
 
     def collect_gradients(self) -> dict[str, Tensor]:
         """The window's gradients of the parameters that this rank owns, by name; waits for the other hosts."""
+        if self.stash is not None:
+            self.stash.step_follows()
         with self._receiving(), self.ledger.counting(Spent.REDUCTION):
             return self.weights.collect()
 
@@ -224,6 +226,8 @@ class Engine:
             self._serial += 1
             for stage in self.placement.hosted(self.device):
                 self.staleness.updated(stage)
+        if self.stash is not None:
+            self.stash.flush()
 
     def close(self) -> None:
         """Stop what runs in the background."""

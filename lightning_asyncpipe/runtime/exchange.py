@@ -7,7 +7,7 @@ segment; a replica switches where its schedule says UPDATE, before it uses the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class WeightExchange:
         ownership: owners and buckets, the same on every rank.
         parameters: the trainable parameters that this rank hosts, by name.
         transport: carries the messages.
+        before_update: told the names of parameters that new weights are about to be written to.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class WeightExchange:
         ownership: Ownership,
         parameters: Mapping[str, Parameter],
         transport: Transport,
+        before_update: Callable[[Iterable[str]], None] = lambda names: None,
     ) -> None:
         self.rank = rank
         self.replicas_outdated = False
@@ -59,6 +61,7 @@ class WeightExchange:
         self._parameters = dict(parameters)
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._transport = transport
+        self._before_update = before_update
         self._reduced: set[int] = set()
         self._outdated: set[int] = set()
         self._serial = -1
@@ -136,6 +139,7 @@ class WeightExchange:
             names = shard_of(bucket, self.rank)
             if not names:
                 continue
+            self._before_update(names)
             for host in bucket.hosts:
                 if host == self.rank:
                     packed = self._packed(bucket, names)
@@ -182,6 +186,7 @@ class WeightExchange:
                         self._write(received, names)
 
     def _write(self, weights: Tensor, names: tuple[str, ...]) -> None:
+        self._before_update(names)
         parameters = [self._parameters[name] for name in names]
         parts = torch.split(weights, [parameter.numel() for parameter in parameters])
         with torch.no_grad(), preserve_versions(parameters):

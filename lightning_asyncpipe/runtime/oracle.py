@@ -160,10 +160,13 @@ class Oracle:
             self._carried.batch_statistics.clear()
         self._carried, self._carry = None, ()
         if self.stash is not None:
-            self.stash.clear()
+            self.stash.rotate()
 
     def collect_gradients(self) -> dict[str, Tensor]:
         """The window's gradients of all parameters that got one, by name."""
+        if self.stash is not None:
+            self.stash.step_follows()
+            self.stash.before_update(self._parameters)
         sums = {name: self._accumulator.get(name) for name in self._parameters}
         self._accumulator.clear()
         return {name: gradient for name, gradient in sums.items() if gradient is not None}
@@ -178,6 +181,8 @@ class Oracle:
             self._updated = False
             for stage in range(self._last_stage + 1):
                 self.staleness.updated(stage)
+        if self.stash is not None:
+            self.stash.flush()
 
     def close(self) -> None:
         """Nothing to stop."""

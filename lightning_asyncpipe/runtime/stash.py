@@ -1,14 +1,14 @@
 """A second set of weights for early forwards.
 
-With ``weight_stash`` an early forward and its backward use the same weights, those of the version before the update.
-The forward runs on leaf tensors of its own, copied once per window and stage, and its gradients go to the real
-parameters' accumulators. Live parameters never change their ``.data``: operations that saved the parameter itself would
-then see one version and operations that saved a derived copy another.
+With ``weight_stash`` an early forward and its backward use the same weights, those of the version before the update;
+``extrapolation`` gives them better ones. The forward runs on leaf tensors of its own, copied once per window and stage,
+and its gradients go to the real parameters' accumulators. Live parameters never change their ``.data``: operations that
+saved the parameter itself would then see one version and operations that saved a derived copy another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,14 +37,24 @@ class WeightStash:
                 continue
             leaf = self._leaves.get(name)
             if leaf is None:
-                leaf = self._leaves[name] = (
-                    parameter.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-                )
+                leaf = self._leaves[name] = self.stand_in(name, parameter).requires_grad_()
             found[parameter] = leaf
         return found
+
+    def stand_in(self, name: str, parameter: Parameter) -> Tensor:
+        """What an early forward uses instead of a parameter; memory of its own."""
+        return parameter.detach().clone(memory_format=torch.preserve_format)
+
+    def step_follows(self) -> None:
+        """The window has ended; the optimizers are about to step, on this rank and elsewhere."""
+
+    def before_update(self, names: Iterable[str]) -> None:
+        """New weights are about to be written to these parameters, by this rank's step or because they arrived."""
 
     def rotate(self) -> None:
         """A segment ends: the forwards that are in flight keep their copies alive, the next ones make new ones."""
         self._leaves.clear()
 
-    clear = rotate
+    def flush(self) -> None:
+        """The pipelines are empty, and what comes must not depend on what was before but for the weights."""
+        self._leaves.clear()
