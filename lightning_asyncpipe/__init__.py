@@ -13,6 +13,7 @@ from lightning_asyncpipe.errors import (
     PipelineError,
     ScheduleError,
 )
+from lightning_asyncpipe.monitor.callback import PipelineMonitor
 from lightning_asyncpipe.reference import ReferenceStrategy
 from lightning_asyncpipe.strategy import AsyncMultiPipeStrategy
 
@@ -23,6 +24,7 @@ __all__ = [
     "DataMismatchError",
     "PeerFailure",
     "PipelineError",
+    "PipelineMonitor",
     "ReferenceStrategy",
     "ScheduleError",
 ]

@@ -59,7 +59,7 @@ from lightning_asyncpipe.runtime.stages import StageRunner
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
 from lightning_asyncpipe.runtime.standpoint import Standpoints
 from lightning_asyncpipe.runtime.stash import WeightStash
-from lightning_asyncpipe.runtime.timeline import Spent
+from lightning_asyncpipe.runtime.timeline import Ledger, Spent
 
 
 class AsyncMultiPipeStrategy(ParallelStrategy):
@@ -430,6 +430,16 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
             For each (stage, updates between forward and backward) the number of micro-batches.
         """
         return dict(self._require_assembly().executor.staleness.counts)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank has spent its time on until now; for callbacks."""
+        return self._require_assembly().executor.ledger
+
+    def all_gather_objects(self, obj: Any) -> list[Any]:
+        """Every rank's `obj`, made of numbers, strings, lists, dicts and tensors; every rank has to call it."""
+        self._begin_collective("strategy.all_gather_objects")
+        return self.world.all_gather(obj)
 
     # Checkpoints
 

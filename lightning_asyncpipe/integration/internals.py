@@ -34,13 +34,14 @@ def total_batch_index(trainer: pl.Trainer) -> int:
 
 
 @contextmanager
-def one_batch_later(trainer: pl.Trainer, stepped: bool) -> Iterator[None]:
-    """Let ``batch_idx``, ``global_step`` and the like be those of the next batch.
+def one_batch_later(trainer: pl.Trainer, stepped: bool, last: bool = False) -> Iterator[None]:
+    """Let ``batch_idx``, ``global_step``, ``is_last_batch`` and the like be those of the next batch.
 
     Writes the loops' progress counters, checked on 2.6.6.
 
     Args:
         stepped: whether an optimizer step lies between the running batch and the next.
+        last: whether the next batch is the last of its epoch.
     """
     loop = trainer.fit_loop.epoch_loop
     batches = loop.batch_progress
@@ -48,12 +49,14 @@ def one_batch_later(trainer: pl.Trainer, stepped: bool) -> Iterator[None]:
     batches.current.ready += 1
     batches.total.ready += 1
     steps.completed += int(stepped)
+    was_last, batches.is_last_batch = batches.is_last_batch, last
     try:
         yield
     finally:
         batches.current.ready -= 1
         batches.total.ready -= 1
         steps.completed -= int(stepped)
+        batches.is_last_batch = was_last
 
 
 def set_up_training_data(trainer: pl.Trainer) -> None:

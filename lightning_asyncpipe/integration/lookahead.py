@@ -44,11 +44,14 @@ class Peeked:
         batch: as ``training_step`` will receive it: converted and on the device. None if the loader
             yields None, for which Lightning calls no ``training_step``.
         batch_idx: its ``batch_idx``; 0 as long as the loop has taken no batch.
+        is_last: whether it is known to be the last of its epoch; where the loaders have no length, that would take
+            another look ahead.
 
     """
 
     batch: Any
     batch_idx: int
+    is_last: bool = False
 
 
 class _Item(NamedTuple):
@@ -121,7 +124,8 @@ class LookAheadFetcher(_PrefetchDataFetcher):
             batch = self._prepare(self._waiting.batch)
         self._waiting = self._waiting._replace(batch=batch)  # the raw one is not needed any more
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        self._peeked = Peeked(batch, progress.ready if self._handed_out else 0)
+        last = self.length is not None and self.fetched + 1 >= self.length
+        self._peeked = Peeked(batch, progress.ready if self._handed_out else 0, last)
         return self._peeked
 
     def loader_states(self) -> list[dict[str, Any]]:

@@ -174,7 +174,7 @@ class TrainingSteps:
             (peeked.batch_idx, *extra[1:]) if extra else (),
             index + 1,
         )
-        work.early = partial(internals.one_batch_later, self._trainer, self.ends_window)
+        work.early = partial(internals.one_batch_later, self._trainer, self.ends_window, peeked.is_last)
         return peeked.batch, work
 
     def _work(self, batch: Any, extra: tuple[Any, ...], index: int) -> Work:

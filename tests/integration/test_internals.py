@@ -70,6 +70,9 @@ def test_an_early_forward_sees_the_counters_of_its_own_batch(trainer):
     assert (trainer.global_step, trainer.fit_loop.batch_idx, trainer.fit_loop.total_batch_idx) == before
     with internals.one_batch_later(trainer, stepped=False):
         assert trainer.global_step == before[0]
+    with internals.one_batch_later(trainer, stepped=True, last=True):
+        assert trainer.is_last_batch
+    assert not trainer.is_last_batch
 
 
 def test_random_states_can_be_collected_and_set():
