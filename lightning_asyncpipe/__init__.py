@@ -6,6 +6,7 @@ Importing the package registers the strategy: ``Trainer(strategy="async_multipip
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_asyncpipe.errors import (
+    CheckpointError,
     CollectiveInStepError,
     CutError,
     DataMismatchError,
@@ -13,12 +14,14 @@ from lightning_asyncpipe.errors import (
     PipelineError,
     ScheduleError,
 )
+from lightning_asyncpipe.integration.sharded import consolidate
 from lightning_asyncpipe.monitor.callback import PipelineMonitor
 from lightning_asyncpipe.reference import ReferenceStrategy
 from lightning_asyncpipe.strategy import AsyncMultiPipeStrategy
 
 __all__ = [
     "AsyncMultiPipeStrategy",
+    "CheckpointError",
     "CollectiveInStepError",
     "CutError",
     "DataMismatchError",
@@ -27,6 +30,7 @@ __all__ = [
     "PipelineMonitor",
     "ReferenceStrategy",
     "ScheduleError",
+    "consolidate",
 ]
 
 __version__ = "0.1.0"

@@ -3,41 +3,54 @@
 Each entry was checked on torch 2.13; ``tests/runtime/test_private.py`` fails first when one moves.
 
 * ``_unsafe_preserve_version_counter``, for :func:`preserve_versions`: updates between a forward and its backward.
-* ``clip_grad._get_total_norm``, for :func:`patched_total_norm`: norms of gradients over all ranks.
+* ``clip_grad._get_total_norm``, for :func:`total_norm_rerouted`: norms of gradients over all ranks.
+* ``GradScaler._per_optimizer_states`` and ``_check_inf_per_device``, for :func:`overflow_checks`: one verdict for all.
 * ``distributed_c10d._get_default_store``, for :func:`default_store`: a store for failures and standpoints.
 * ``Module._compiled_call_impl``, for :func:`intercept`: a call of a module, hooks included.
 * ``Module._forward_hooks`` and its like, for :func:`without_hooks`: trial runs of a module.
 * Frames of ``torch/utils/checkpoint.py``, for :func:`checkpoint_frames`: what a backward runs
   again.
-* ``FakeTensorMode``, for :func:`fake_mode`: shapes of results without computing.
+* ``FakeTensorMode``, for :func:`fake_mode`: shapes of results without computing; ``FakeTensor``, for :func:`is_fake`,
+  and ``tensor_memo`` of the mode's ``meta_converter``, for :func:`forget_origins`.
+* ``_disable_current_modes``, for :func:`without_modes`: real operations while a model is built without memory.
 * ``TorchDispatchMode``, for ``runtime/trace.py``: every operation of a step.
 * ``UntypedStorage._cdata``, for :func:`storage_key`: the identity of a storage.
 * ``OpOverload._schema``, for :func:`written_arguments` and :func:`makes_views`: what an operation does to storages.
+* ``_StorageInfo`` and ``_MEM_FORMAT_ENCODING`` of torch.distributed.checkpoint, for ``runtime/shards.py``: what an
+  index says of a tensor.
+* ``torch._C._functorch.maybe_current_level``, for :func:`in_function_transform`: whether ``vmap`` and its like run.
 * ``RNNBase._flat_weights``, for :func:`parameter_slots`: where modules hold parameters.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
-from types import FrameType
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._C._functorch import maybe_current_level
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import grad_mode
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 CallImpl = Callable[..., Any]
+StorageInfo = _StorageInfo
+MemoryFormat = _MEM_FORMAT_ENCODING
 
 _ATTRIBUTE = "_compiled_call_impl"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -185,6 +198,28 @@ def to_fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     return mode.from_tensor(tensor)
 
 
+def forget_origins(mode: FakeTensorMode) -> None:
+    """Drop a mode's weak references to its tensors, with which ``torch.utils.swap_tensors`` refuses them."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def swap(one: Tensor, other: Tensor) -> None:
+    """Two tensors exchange all but their identity; public, but without types."""
+    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory because it was made in :func:`fake_mode`."""
+    return isinstance(tensor, FakeTensor)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Operations in here are what they are outside of all dispatch modes."""
+    with _disable_current_modes():
+        yield
+
+
 def storage_key(tensor: Tensor) -> int | None:
     """The identity of a tensor's storage while it is alive; None for a tensor without one."""
     try:
@@ -244,27 +279,82 @@ def preserve_versions(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def patched_total_norm(total_norm: Callable[..., Tensor]) -> Iterator[None]:
+def rerouted(function: Callable[..., Any], target: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of a function go to another one, by whatever name it was imported.
+
+    The function object stays and gets other code, since users import functions by name.
+
+    Args:
+        function: a plain function without free variables, or a wrapper around one (``functools.wraps``).
+        target: called as the original, with the original as keyword `local`.
+    """
+    plain: Any = inspect.unwrap(function)
+    code, defaults, keyword_defaults = plain.__code__, plain.__defaults__, plain.__kwdefaults__
+    original = FunctionType(code, plain.__globals__, plain.__name__, defaults)
+    original.__kwdefaults__ = keyword_defaults
+
+    def route(*args: Any, _target: Callable[..., Any], **kwargs: Any) -> Any:
+        return _target(*args, **kwargs)
+
+    plain.__code__, plain.__defaults__ = route.__code__, None
+    plain.__kwdefaults__ = {"_target": partial(target, local=original)}
+    try:
+        yield
+    finally:
+        plain.__code__, plain.__defaults__, plain.__kwdefaults__ = code, defaults, keyword_defaults
+
+
+def total_norm_rerouted(total_norm: Callable[..., Tensor]) -> AbstractContextManager[None]:
     """Replace the function by which torch's clipping utilities compute a norm.
 
-    ``torch.nn.utils.clip_grad._get_total_norm``, which ``clip_grad_norm_`` looks up at each call, so that it is found
-    however the user imported the latter. Checked on torch 2.13.
+    ``torch.nn.utils.clip_grad._get_total_norm``, which ``clip_grad_norm_`` calls and ``torch.nn.utils.get_total_norm``
+    is. Checked on torch 2.13.
 
     Args:
         total_norm: called as the original with the original as keyword `local`.
     """
     from torch.nn.utils import clip_grad
 
-    original = clip_grad._get_total_norm
+    return rerouted(clip_grad._get_total_norm, total_norm)
 
-    def replacement(*args: Any, **kwargs: Any) -> Tensor:
-        return total_norm(*args, **kwargs, local=original)
 
-    clip_grad._get_total_norm = replacement
+@contextmanager
+def overflow_checks(scaler: torch.amp.GradScaler, agree: Callable[[Tensor | None], Tensor]) -> Iterator[None]:
+    """Let a scaler act on what all ranks have found when they looked for overflow, instead of what this one has.
+
+    A scaler keeps what it found by device in ``_per_optimizer_states``; ``unscale_`` looks, or, for an optimizer that
+    unscales by itself, ``_check_inf_per_device``. Checked on torch 2.13.
+
+    Args:
+        scaler: its checks are replaced while the context lasts.
+        agree: given what this rank has found, above zero for an overflow, None if it has no gradients; returns what all
+            have.
+    """
+
+    def checked(check: Callable[..., Any]) -> Callable[..., Any]:
+        def check_all(optimizer: torch.optim.Optimizer) -> Any:
+            result = check(optimizer)
+            found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            every = agree(torch.stack([f.max() for f in found.values()]).max() if found else None)
+            found.clear()
+            found[every.device] = every
+            return result
+
+        return check_all
+
+    names = ("unscale_", "_check_inf_per_device")
+    for name in names:
+        scaler.__dict__[name] = checked(getattr(scaler, name))
     try:
         yield
     finally:
-        clip_grad._get_total_norm = original
+        for name in names:
+            del scaler.__dict__[name]
+
+
+def in_function_transform() -> bool:
+    """Whether the caller is inside a transform of ``torch.func``, such as ``vmap``."""
+    return maybe_current_level() is not None
 
 
 def default_store() -> Store:

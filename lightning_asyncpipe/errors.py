@@ -30,3 +30,7 @@ class PeerFailure(PipelineError):
 
 class CollectiveInStepError(PipelineError):
     """A collective was called inside a step, where ranks run different parts of it."""
+
+
+class CheckpointError(PipelineError):
+    """A checkpoint cannot be written or read: the message names the file, and says what was wrong with it."""

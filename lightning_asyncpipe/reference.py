@@ -15,6 +15,7 @@ from torch import nn
 from lightning_asyncpipe.integration.steps import Executor
 from lightning_asyncpipe.plan.geometry import Geometry
 from lightning_asyncpipe.plan.schedule import Planner
+from lightning_asyncpipe.runtime.forwards import ForwardExecutor, ForwardOracle
 from lightning_asyncpipe.runtime.oracle import Oracle
 from lightning_asyncpipe.runtime.ownership import Ownership
 from lightning_asyncpipe.runtime.stages import StageRunner
@@ -66,3 +67,6 @@ class ReferenceStrategy(AsyncMultiPipeStrategy):
             StalenessCounter(self.max_staleness),
             self._stash(runner, parameters),
         )
+
+    def make_forward_executor(self, geometry: Geometry) -> ForwardExecutor:
+        return ForwardOracle(geometry.num_stages)

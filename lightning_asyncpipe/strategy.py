@@ -8,61 +8,66 @@ put together from the owners (``integration.checkpoint``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_asyncpipe._private import own_store, preserve_versions
+from lightning_asyncpipe._private import preserve_versions
 from lightning_asyncpipe.errors import PipelineError
-from lightning_asyncpipe.integration import guards, internals
-from lightning_asyncpipe.integration.assembly import Assembly, align_ranks, assemble
-from lightning_asyncpipe.integration.clipping import global_norms, reduce_with
-from lightning_asyncpipe.integration.launchers import PopenLauncher, ProcessLauncher
-from lightning_asyncpipe.integration.lookahead import seed_workers
+from lightning_asyncpipe.integration import guards, internals, partitioning, resuming, sharded
+from lightning_asyncpipe.integration.assembly import (
+    Assembly,
+    EvaluationAssembly,
+    align_ranks,
+    assemble,
+    assemble_evaluation,
+)
+from lightning_asyncpipe.integration.checkpoint import check_complete, leave_incomplete, load_hosted, load_whole
+from lightning_asyncpipe.integration.clipping import GlobalNorms, reduce_with
+from lightning_asyncpipe.integration.connected import ConnectedStrategy, StartMethod
+from lightning_asyncpipe.integration.evaluation_setup import Evaluation
+from lightning_asyncpipe.integration.files import AtomicCheckpointIO, local_path
+from lightning_asyncpipe.integration.launchers import ProcessLauncher
+from lightning_asyncpipe.integration.lookahead import install, seed_workers
+from lightning_asyncpipe.integration.materialise import DeferredModel
 from lightning_asyncpipe.integration.optimizers import LearningRates, OwnedOptimizer
+from lightning_asyncpipe.integration.partitioning import Partition
+from lightning_asyncpipe.integration.precision import agreed_overflow, check_precision
+from lightning_asyncpipe.integration.resuming import Randomness
 from lightning_asyncpipe.integration.steps import Executor
-from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.geometry import Geometry, resolve
+from lightning_asyncpipe.plan.memory import EarlyWeights
+from lightning_asyncpipe.plan.saved import write_plan
 from lightning_asyncpipe.plan.schedule import Planner
-from lightning_asyncpipe.runtime.channels import GlooTransport, Transport
 from lightning_asyncpipe.runtime.engine import Engine
 from lightning_asyncpipe.runtime.exchange import WeightExchange
 from lightning_asyncpipe.runtime.extrapolation import Extrapolation
-from lightning_asyncpipe.runtime.failure import FailureBoard
-from lightning_asyncpipe.runtime.loopback import LoopbackNetwork
+from lightning_asyncpipe.runtime.forwards import ForwardEngine, ForwardExecutor
 from lightning_asyncpipe.runtime.ownership import Ownership
 from lightning_asyncpipe.runtime.stages import StageRunner
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
-from lightning_asyncpipe.runtime.standpoint import Standpoints
 from lightning_asyncpipe.runtime.stash import WeightStash
 from lightning_asyncpipe.runtime.timeline import Ledger, Spent
 
 
-class AsyncMultiPipeStrategy(ParallelStrategy):
+class AsyncMultiPipeStrategy(ConnectedStrategy):
     """Bounded-asynchronous, multi-directional pipeline parallelism (AMDP, arXiv 2605.29664) for a LightningModule.
 
     Args:
@@ -79,7 +84,13 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         split_backward: run the two halves of a backward, the gradient of the input and those of the weights, at
             different times, which leaves devices less idle; "auto" does so in all stages that can. False never does.
         cuts: "auto", or the names of the modules that begin a stage (all but the first stage).
+        partition: how stages are made even: "profile" measures the model's parts on the device and takes the plan with
+            the shortest simulated step, "operations" counts operations and measures nothing, so that two runs have the
+            same plan. "auto" is "operations" in one process and under ``Trainer(deterministic=True)``, else "profile".
+        memory_limit: bytes of each device that a plan may use; None: all of a GPU, no limit on a CPU.
+        plan: path of a plan that :meth:`save_plan` wrote, to be used again.
         data_parallel_size: R, replicas of the whole set of pipelines, each on its own part of the data.
+        save_distributed_checkpoint: let every rank write its own part of a checkpoint, which is a folder then.
         process_group_backend: backend of the default process group; by the device if None.
         timeout: how long a collective or a message may take.
         start_method: how processes are started: "popen", "spawn", "fork" or "forkserver", as for DDP.
@@ -99,10 +110,14 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         staleness_correction: Literal["auto", "none", "extrapolate"] = "auto",
         split_backward: bool | Literal["auto"] = "auto",
         cuts: Literal["auto"] | Sequence[str] = "auto",
+        partition: Literal["auto", "profile", "operations"] = "auto",
+        memory_limit: int | None = None,
+        plan: str | os.PathLike[str] | None = None,
         data_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -110,6 +125,9 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
+            process_group_backend,
+            timeout,
+            start_method,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -119,11 +137,15 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         guards.check_arguments(
             max_staleness, weight_stash, staleness_correction, split_backward, cuts, timeout, start_method
         )
+        partitioning.check_arguments(partition, memory_limit, plan)
         self.max_staleness = max_staleness
         self.weight_stash = weight_stash
         self.staleness_correction = staleness_correction
         self.split_backward = split_backward
         self.cuts = cuts
+        self.partition = partition
+        self.memory_limit = memory_limit
+        self.plan = plan
         self._asked = {
             "num_stages": num_stages,
             "num_pipelines": num_pipelines,
@@ -131,53 +153,29 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
             "max_in_flight": max_in_flight,
             "data_parallel_size": data_parallel_size,
         }
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
-        self._start_method = start_method
-        self._num_nodes = 1
-        self._world: World | None = None
-        self._board: FailureBoard | None = None
-        self._standpoints: Standpoints | None = None
+        self.save_distributed_checkpoint = save_distributed_checkpoint
         self._assembly: Assembly | None = None
+        self._evaluated: EvaluationAssembly | None = None
+        self._partition: Partition | None = None
+        self.deferred = DeferredModel()
         self._finished: Assembly | None = None
         self._owned: list[OwnedOptimizer] = []
         self._statistics: dict[str, Any] = {}
         self.final_state: dict[str, Any] | None = None
-        self._failed = False
+        self.resumed: Randomness | None = None
+        self._weights_to_load: Mapping[str, Any] | None = None
 
-    # Processes and devices
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning injects a DistributedSampler and honours ``sync_dist`` where this is true."""
-        return True
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on each machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+    # The plan's numbers
 
     @property
     def geometry(self) -> Geometry:
-        """The resolved numbers of devices, pipelines and micro-batches.
+        """The resolved numbers of devices, pipelines and micro-batches; from ``setup`` on those of the plan.
 
         Raises:
             MisconfigurationException: if the arguments do not fit each other or the world size.
         """
+        if self._partition is not None:
+            return self._partition.geometry
         return self.resolved()
 
     def resolved(self, split_backward: bool = False) -> Geometry:
@@ -187,9 +185,9 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         except ValueError as error:
             raise MisconfigurationException(str(error)) from None
 
-    @property
-    def _placed_processes(self) -> int:
-        return self.num_nodes * self.num_processes
+    def asked_numbers(self) -> dict[str, Any]:
+        """D, N, M and w as the user gave them, "auto" included."""
+        return {name: value for name, value in self._asked.items() if name != "data_parallel_size"}
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -197,69 +195,29 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         geometry = self.geometry
         return {"num_replicas": geometry.replicas, "rank": self.global_rank // geometry.num_stages}
 
-    @property
-    def process_group_backend(self) -> str | None:
-        """Backend of the default process group."""
-        return self._process_group_backend
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        _ = self.geometry  # before any process is started
-        self._launcher: _Launcher | None
-        if self._start_method == "popen":
-            self._launcher = PopenLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = ProcessLauncher(self, start_method=self._start_method)
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero utilities who this process is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+    # Setting up
 
     def setup_environment(self) -> None:
-        self._failed = False
+        self.resumed, self._weights_to_load = None, None
         super().setup_environment()
-        self._connect_processes()
-
-    def _connect_processes(self) -> None:
-        reset_seed()
-        self.set_world_ranks()
-        if self._process_group_backend is None:
-            self._process_group_backend = _get_default_process_group_backend_for_device(self.root_device)
-        assert self.cluster_environment is not None
-        device = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend,
-            timeout=self._timeout,
-            device_id=device,
-        )
-        if self._world is None:
-            self._world = World()
-        if self._board is None:
-            self._board = FailureBoard.over_default_store()
-            if isinstance(self._launcher, (PopenLauncher, ProcessLauncher)):
-                self._launcher.board = self._board
-
-    @property
-    def world(self) -> World:
-        """Collectives over all ranks."""
-        if self._world is None:
-            self._world = World()
-        return self._world
-
-    # Setting up
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._check(trainer)
+        self._partition = None
+        check_complete(self.lightning_module, self.world)
+        install(trainer, self.resumed)
+        self.deferred.prepare(self.lightning_module, self.root_device, self.world)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         align_ranks(self.lightning_module, self.world)
+        if trainer.state.fn != TrainerFn.FITTING:
+            kind, loop = internals.evaluation_loop(trainer)
+            self._evaluated = assemble_evaluation(self, trainer, kind, loop)
+            self.setup_precision_plugin()
+            return
         self.setup_optimizers(trainer)  # before the step is run to find its cuts: it may read the learning rate
         self._assembly = assemble(self, trainer)
         self._owned = [
@@ -269,20 +227,9 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         _optimizers_to_device(self.optimizers, self.root_device)
 
     def _check(self, trainer: pl.Trainer) -> None:
-        function = trainer.state.fn
-        if function is not None and function != TrainerFn.FITTING:
-            raise MisconfigurationException(
-                f"`Trainer.{function.value}` is not supported by {type(self).__name__} yet: load the checkpoint into "
-                "the module on one device and use a Trainer without this strategy."
-            )
-        if internals.validation_in_fit(trainer):
-            raise MisconfigurationException(
-                f"Validation during `fit` is not supported by {type(self).__name__} yet: pass "
-                "`Trainer(limit_val_batches=0, num_sanity_val_steps=0)`, and validate a saved checkpoint on one device."
-            )
         assert self.lightning_module is not None
         guards.check_module(self.lightning_module, trainer)
-        guards.check_precision(self.precision_plugin)
+        check_precision(self.precision_plugin)
         if self.world.size > 1:
             guards.leave_exceptions_unsaved(trainer)
 
@@ -303,24 +250,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         Args:
             parameters: the trainable parameters that this process keeps, by name.
         """
-        world = self.world
-        transport: Transport
-        standpoints: Standpoints | None = None
-        if world.size == 1:
-            transport = LoopbackNetwork(1).transport(0)
-        else:
-            assert world.messages is not None
-            timeout = self._timeout or default_pg_timeout
-            standpoints = self._standpoints = Standpoints(
-                own_store("standpoints"), self.global_rank, world.size, geometry.num_stages, self._end_because
-            )
-            transport = GlooTransport(
-                world.messages,
-                self.root_device,
-                self._board,
-                timeout.total_seconds(),
-                standpoints.compare,
-            )
+        transport = self._connected(geometry)
         stash = self._stash(runner, parameters)
         weights = WeightExchange(
             self.global_rank,
@@ -340,17 +270,35 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
             weights,
             StalenessCounter(self.max_staleness),
             stash,
-            standpoints,
+            self._standpoints,
         )
+
+    def make_forward_executor(self, geometry: Geometry) -> ForwardExecutor:
+        """What runs this rank's forwards of evaluation."""
+        transport = self._connected(geometry)
+        return ForwardEngine(self.global_rank, geometry.num_stages, transport, self._standpoints)
 
     def _stash(self, runner: StageRunner, parameters: dict[str, nn.Parameter]) -> WeightStash | None:
         """The weights of early forwards, None for the live ones."""
         stages = runner.program.parameters
-        if self.weight_stash:
+        if self.early_weights == "stash":
             return WeightStash(parameters, stages)
-        if self.staleness_correction == "none" or not self.max_staleness:
+        if self.early_weights == "live":
             return None
         return Extrapolation(parameters, stages, LearningRates(self.optimizers, parameters).of)
+
+    @property
+    def early_weights(self) -> EarlyWeights:
+        """What early forwards run on."""
+        if self.weight_stash:
+            return "stash"
+        return "live" if self.staleness_correction == "none" or not self.max_staleness else "extrapolated"
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: what is built in it has no memory, and each rank later fills what it hosts."""
+        with self.deferred.building():
+            yield
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with guards.one_optimizer():
@@ -374,7 +322,7 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one segment; what comes back is the same on every rank."""
-        return self._require_assembly().steps.run(*args, **kwargs)
+        return self._require_assembly().run_batch(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Hand the window's gradients over, between the hooks that surround a backward on one device."""
@@ -396,7 +344,10 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         """Step what this rank owns; forwards that are in flight keep passing autograd's version check."""
         assembly = self._require_assembly()
         parameters = [p for owned in self._owned for p in owned.parameters()]
-        dtype = next((p.dtype for p in assembly.parameters.values() if p.requires_grad), torch.float32)
+        reduce = reduce_with(self.world.control, partial(assembly.executor.ledger.counting, Spent.NORM))
+        norms = GlobalNorms(
+            assembly.parameters, assembly.owned, assembly.gradients, reduce, self.root_device, self._begin_collective
+        )
         with ExitStack() as writes:
 
             def closure_then_writes() -> Any:
@@ -405,16 +356,65 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
                 writes.enter_context(preserve_versions(parameters))
                 return result
 
-            norms = reduce_with(self.world.control, partial(assembly.executor.ledger.counting, Spent.NORM))
-            with global_norms(norms, self.root_device, dtype):
+            with norms.in_hooks(), agreed_overflow(self.precision_plugin, reduce, self.root_device) as verdict:
                 output = super().optimizer_step(optimizer, closure_then_writes, model, **kwargs)
-        assembly.executor.stepped()
+        assembly.step_is_over(verdict.skipped)
         return output
+
+    def on_train_start(self) -> None:
+        self._require_assembly().steps.stopping.agree()
 
     def on_train_end(self) -> None:
         assembly = self._require_assembly()
         assembly.steps.flush()
         self._statistics = assembly.collect_statistics()
+
+    # Validation, testing, prediction
+
+    def _evaluation(self) -> Evaluation:
+        evaluation = self._evaluated.evaluation if self._evaluated else None
+        evaluation = self._assembly.validation if self._assembly else evaluation
+        if evaluation is None:
+            raise MisconfigurationException(f"{type(self).__name__} is not set up for evaluation")
+        return evaluation
+
+    def _evaluation_step(self, *args: Any) -> Any:
+        steps = self._evaluation().steps
+        assert steps is not None
+        return steps.run(*args)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step of one batch; what comes back is the same on every rank of a replica."""
+        return self._evaluation_step(*args)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`validation_step`."""
+        return self._evaluation_step(*args)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`validation_step`."""
+        return self._evaluation_step(*args)
+
+    def on_validation_start(self) -> None:
+        """Evaluation is a flush point: it sees the weights of the last step on every rank."""
+        if self._assembly is not None:
+            self._assembly.steps.flush()
+        self._evaluation().start()
+
+    def on_validation_end(self) -> None:
+        self._evaluation().end()
+
+    def on_test_start(self) -> None:
+        self._evaluation().start()
+
+    def on_test_end(self) -> None:
+        self._evaluation().end()
+
+    def on_predict_start(self) -> None:
+        self._evaluation().start()
+
+    def on_predict_end(self) -> None:
+        self._evaluation().end()
 
     def statistics(self) -> dict[str, Any]:
         """What was measured in the last ``fit``: utilisation, staleness counts, micro-batches, steps.
@@ -422,6 +422,30 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         The same on every rank, available once ``fit`` has ended.
         """
         return dict(self._statistics)
+
+    def describe(self) -> dict[str, Any]:
+        """The plan of the running or last ``fit`` as plain data: stages, devices, predicted times and memory.
+
+        What was not measured is None. The same on every rank.
+        """
+        return copy.deepcopy(self._require_partition().description)
+
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan of the running or last ``fit`` to a file, on rank 0, for ``plan=path`` in another run."""
+        if self.is_global_zero:
+            assert self.lightning_module is not None
+            write_plan(path, partitioning.saved_plan(self, self._require_partition(), self.lightning_module))
+
+    def _require_partition(self) -> Partition:
+        if self._partition is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__} has no plan yet: it is made at the start of `Trainer.fit`"
+            )
+        return self._partition
+
+    def use_partition(self, partition: Partition) -> None:
+        """From now on run this plan."""
+        self._partition = partition
 
     def staleness_counts(self) -> dict[tuple[int, int], int]:
         """How often backwards of this rank met newer weights than their forwards, until now; for callbacks.
@@ -436,15 +460,10 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
         """What this rank has spent its time on until now; for callbacks."""
         return self._require_assembly().executor.ledger
 
-    def all_gather_objects(self, obj: Any) -> list[Any]:
-        """Every rank's `obj`, made of numbers, strings, lists, dicts and tensors; every rank has to call it."""
-        self._begin_collective("strategy.all_gather_objects")
-        return self.world.all_gather(obj)
-
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model on rank 0; a flush point, since what is saved must be a trajectory that can go on."""
+        """The whole model on rank 0, or this rank's part; a flush point, since what is saved must be able to go on."""
         assert self.lightning_module is not None
         if self._has_failed:
             raise PipelineError(
@@ -453,92 +472,96 @@ class AsyncMultiPipeStrategy(ParallelStrategy):
             )
         if self._assembly is not None:
             self._assembly.steps.flush()
-            return self._assembly.whole.state_dict()
-        return self.lightning_module.state_dict()
+            if not self.save_distributed_checkpoint:
+                return self._assembly.whole.state_dict()
+        assembly = self._assembly or self._finished
+        if self.save_distributed_checkpoint and assembly is not None:
+            return assembly.whole.part()
+        return self.lightning_module.state_dict() if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         for owned in self._owned:
             if owned.optimizer is getattr(optimizer, "_optimizer", optimizer):
                 assembly = self._assembly or self._finished
                 assert assembly is not None
+                if self.save_distributed_checkpoint:
+                    return owned.full_state([owned.local_state()])
                 return assembly.whole.optimizer_state(owned)
         raise MisconfigurationException("this optimizer is not one that `configure_optimizers` returned")
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        raise MisconfigurationException(
-            f"Resuming from a checkpoint ({checkpoint_path}) is not supported by {type(self).__name__} yet: load the "
-            "weights with `LitModel.load_from_checkpoint` before `fit`."
-        )
-
-    # Collectives of Lightning's loops and callbacks
-
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor | Any:
-        self._begin_collective("strategy.reduce")
-        if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        self._begin_collective("self.all_gather")
-        return super().all_gather(tensor, group, sync_grads)
-
-    def barrier(self, name: str | None = None) -> None:
-        guards.forbid_in_step("strategy.barrier")
-        if self._has_failed or not _distributed_is_initialized():
-            return  # in a hook that runs on an exception there is nobody to wait for
-        self._begin_collective("strategy.barrier")
-        if torch.distributed.get_backend() == "nccl":
-            torch.distributed.barrier(device_ids=[self.root_device.index])
-        else:
-            torch.distributed.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._begin_collective("strategy.broadcast")
-        return self.world.broadcast(obj, src)
-
     @property
-    def _has_failed(self) -> bool:
-        """Whether several ranks hold parts of a run that has failed, here or elsewhere."""
-        if self._world is None or self._world.size == 1:
-            return False
-        return self._failed or (self._board is not None and self._board.failure is not None)
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes checkpoints: files that are whole at every moment, unless another plugin is given."""
+        return internals.io_or_default(self._checkpoint_io, AtomicCheckpointIO)
 
-    def _begin_collective(self, call: str) -> None:
-        guards.forbid_in_step(call)
-        if self._has_failed:
-            raise PipelineError(f"`{call}` was called after the run had failed: the other ranks do not answer any more")
-        if self._standpoints is not None:
-            self._standpoints.meet(f"calls `{call}`")
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        assembly = self._assembly or self._finished
+        if assembly is not None and "optimizer_states" in checkpoint:
+            own = {"parameters": [owned.order for owned in self._owned]}
+            checkpoint[resuming.KEY] = {**assembly.steps.random_states().to_dict(), **own}
+        if not self.save_distributed_checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        guards.check_distributed_save(self._checkpoint_io, storage_options)
+        names = {name: name for name in checkpoint["state_dict"]} if assembly is None else assembly.whole.names()
+        sharded.save(checkpoint, Path(self.broadcast(str(filepath))), self.world, names)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """The whole checkpoint, on every rank; what a rank does not host it lets go of in ``setup``."""
+        path = self.broadcast(str(checkpoint_path))
+        folder = local_path(path)
+        if folder is not None and folder.is_dir():
+            assert self.lightning_module is not None
+            checkpoint = sharded.load(folder, self.lightning_module, weights_only)
+        else:
+            checkpoint = super().load_checkpoint(path, weights_only)
+        self.resumed = resuming.Randomness.of(checkpoint)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        state = checkpoint["state_dict"]
+        self._weights_to_load = None if load_whole(self.lightning_module, state, strict) else state
+
+    def load_weights(self) -> None:
+        """Load what a checkpoint holds of weights for which there was no memory when it was read."""
+        state, self._weights_to_load = self._weights_to_load, None
+        if state is not None:
+            assert self.lightning_module is not None
+            load_hosted(self.lightning_module, state)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for owned, state in zip(self._owned, checkpoint["optimizer_states"], strict=True):
+            owned.load_full_state(state)
+            _optimizers_to_device([owned.optimizer], self.root_device)
 
     # The end
 
-    def _end_because(self, error: PipelineError) -> None:
-        """End a run in which ranks wait in collectives, where they cannot raise what is wrong; called by a thread."""
-        if self._board is not None:
-            self._board.report_lost(self.global_rank, str(error))
-
-    def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
-        if self._board is not None:
-            self._board.report(exception)
-
     def teardown(self) -> None:
         assembly, self._assembly = self._assembly, None
-        self._standpoints = None
+        evaluated, self._evaluated = self._evaluated, None
+        # A model that was never whole stays in parts, unless the main process waits for it.
+        parts = self.deferred.used and not isinstance(self._launcher, ProcessLauncher)
         if assembly is not None:
-            assembly.close(restore=not self._failed)
+            assembly.close(restore=not self._failed and not parts)
             self._finished = assembly
-        super().teardown()
+        if evaluated is not None:
+            evaluated.close(restore=not self._failed and not parts)
+            if self._transport is not None:
+                self._transport.close()
+            if self._standpoints is not None:
+                self._standpoints.close()
+        self._transport = self._standpoints = None
+        with self.deferred.released(self.lightning_module) if parts else nullcontext():
+            super().teardown()
         if self._failed:
-            if self._board is not None:
-                self._board.close()  # whoever catches the error may go on in this process
-                self._board = None
-            return
-        if isinstance(self._launcher, ProcessLauncher) and self.is_global_zero:
+            if assembly is not None and self.world.size > 1 and self.lightning_module is not None:
+                leave_incomplete(self.lightning_module)
+        elif isinstance(self._launcher, ProcessLauncher) and self.is_global_zero:
             assert self.lightning_module is not None
             self.final_state = self.lightning_module.state_dict()
-        if self._board is not None:
-            self._board.ending = True
-            self.barrier("teardown")
-            self._board.close()
-            self._board = None
+        self._leave_processes()

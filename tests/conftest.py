@@ -1,8 +1,13 @@
-"""Every test runs on one thread: several processes share few cores, and threads that spin would starve them."""
+"""What holds for all tests, and the processes that they start.
+
+Every test runs on one thread: several processes share few cores, and threads that spin would starve them. Models are
+partitioned without measuring, since many tests compare two runs bit for bit.
+"""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("ASYNC_MULTIPIPE_PARTITION", "operations")
 
 import torch
 

@@ -42,12 +42,11 @@ def train_cases(world: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]) 
 def grid(d, n):
     cases = []
     for m in sorted({1, d, 2 * d + 1}):
-        for staleness, early, halves in (
-            (0, {}, m > 1),
-            (1, {"staleness_correction": "none"}, True),
-            (1, {"staleness_correction": "extrapolate"}, m > 1),
-            (1, {"weight_stash": True}, m == 1),
-        ):
+        paper = (1, {"staleness_correction": "none"}, True)
+        extrapolated = (1, {"staleness_correction": "extrapolate"}, m > 1)
+        stashed = (1, {"weight_stash": True}, m == d)
+        two = {1: (paper, extrapolated), d: (extrapolated, stashed), 2 * d + 1: (paper, stashed)}
+        for staleness, early, halves in ((0, {}, m > 1), *two[m]):
             extra = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5} if (d + n + m) % 2 else {}
             strategy = {
                 "num_pipelines": n,

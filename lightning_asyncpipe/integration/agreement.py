@@ -38,9 +38,12 @@ class Agreement:
         upcoming: Work | None,
         steps: bool,
         local: Sequence[MicroBatchRecord],
-        stop: bool = False,
+        stop: tuple[bool, bool] = (False, False),
     ) -> None:
-        """Begin to exchange this rank's records of the batch `current`, and whether it has to `stop`."""
+        """Begin to exchange this rank's records of the batch `current`, and whether it has to stop.
+
+        `stop`: whether this rank was asked to end the run, and whether to end the training.
+        """
         words = (
             current.step,
             int(steps),
@@ -48,12 +51,12 @@ class Agreement:
             -1 if upcoming is None else len(upcoming.tasks),
             current.digest,
             0 if upcoming is None else upcoming.digest,
-            int(stop),
+            stop[0] + 2 * stop[1],
         )
         self._begun = self._exchange.begin(local, words)
 
-    def finish(self, current: Work) -> tuple[list[MicroBatchRecord], bool]:
-        """All ranks' records of the batch `current`, by replica and micro-batch; whether any rank has to `stop`.
+    def finish(self, current: Work) -> tuple[list[MicroBatchRecord], tuple[bool, bool]]:
+        """All ranks' records of the batch `current`, by replica, micro-batch and stage; whether any rank has to stop.
 
         Raises:
             DataMismatchError: if ranks disagree; names the step and the ranks.
@@ -63,7 +66,8 @@ class Agreement:
         records, payloads = self._exchange.finish(begun)
         for rank, theirs in enumerate(payloads):
             self._compare(current.step, rank, theirs, payloads)
-        return records, any(theirs[6] for theirs in payloads)
+        stops = (any(theirs[6] & 1 for theirs in payloads), any(theirs[6] & 2 for theirs in payloads))
+        return records, stops
 
     def _compare(self, step: int, rank: int, theirs: tuple[int, ...], payloads: list[tuple[int, ...]]) -> None:
         """Raise if a rank is not where rank 0 is, or has not the data of the first rank of its replica."""

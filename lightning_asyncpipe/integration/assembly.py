@@ -6,8 +6,8 @@ build the same program; every rank then keeps the weights of the stages that it 
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import gc
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -16,17 +16,32 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_asyncpipe.errors import CutError, PeerFailure
 from lightning_asyncpipe.integration import guards, internals
 from lightning_asyncpipe.integration.checkpoint import WholeModel, synchronise
-from lightning_asyncpipe.integration.lookahead import install
+from lightning_asyncpipe.integration.clipping import InstalledGradients
+from lightning_asyncpipe.integration.evaluation_call import Kind
+from lightning_asyncpipe.integration.evaluation_data import Loop
+from lightning_asyncpipe.integration.evaluation_setup import Evaluation, Held, find_evaluation
+from lightning_asyncpipe.integration.lookahead import fetcher_of
+from lightning_asyncpipe.integration.metric_states import LocalMetrics
+from lightning_asyncpipe.integration.partitioning import (
+    STALENESS_TOLERANCE,
+    Partition,
+    announce,
+    make_partition,
+    measure_link,
+    way_of,
+)
+from lightning_asyncpipe.integration.precision import loss_scale, shared_copies
 from lightning_asyncpipe.integration.stepcall import StepCall
 from lightning_asyncpipe.integration.steps import Executor, TrainingSteps, batch_norms, fewest_samples
 from lightning_asyncpipe.integration.world import World
-from lightning_asyncpipe.plan.costs import Costs
+from lightning_asyncpipe.plan.choice import MemoryLimitError
 from lightning_asyncpipe.plan.geometry import Geometry
+from lightning_asyncpipe.plan.profile import Link
+from lightning_asyncpipe.plan.saved import PlanError
 from lightning_asyncpipe.plan.schedule import Planner
 from lightning_asyncpipe.runtime import microbatch
 from lightning_asyncpipe.runtime.buffers import RunningStatistics
@@ -35,18 +50,11 @@ from lightning_asyncpipe.runtime.divisible import divisible_stages
 from lightning_asyncpipe.runtime.hollow import hollow
 from lightning_asyncpipe.runtime.ownership import Ownership, ParameterInfo, assign
 from lightning_asyncpipe.runtime.program import StageProgram
-from lightning_asyncpipe.runtime.proof import proven_program
 from lightning_asyncpipe.runtime.stages import StageRunner, StageTask
 from lightning_asyncpipe.runtime.trace import trace_step
 
 if TYPE_CHECKING:
     from lightning_asyncpipe.strategy import AsyncMultiPipeStrategy
-
-MESSAGE_COST = 0.05
-"""What schedules assume a message between two stages to take, in forwards of a stage."""
-
-STALENESS_TOLERANCE = 0.03
-"""The share of time that schedules give up for fewer forwards on old weights."""
 
 _SEED_MASK = (1 << 62) - 1
 
@@ -65,6 +73,11 @@ class Assembly:
         whole: puts the whole model together.
         names_by_id: the first name of every parameter, by identity.
         owned: names of the parameters that this rank steps.
+        statistics: running statistics that forwards stage.
+        local: metrics are complete on every rank.
+        validation: what validation runs on; None where there is none.
+        gradients: what has become ``.grad``, until the step is over.
+        awaits_step: whether a window's gradients were handed over and no step has followed yet.
     """
 
     geometry: Geometry
@@ -77,19 +90,39 @@ class Assembly:
     world: World
     parameters: dict[str, nn.Parameter]
     owned: frozenset[str]
+    statistics: RunningStatistics
+    local: LocalMetrics
+    validation: Evaluation | None
+    gradients: InstalledGradients = field(default_factory=InstalledGradients)
+    awaits_step: bool = False
 
     @property
     def names_by_id(self) -> dict[int, str]:
         """The first name of every parameter, by identity."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
 
+    def run_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on a batch; where the module's own ``optimizer_step`` has not stepped before, that step was skipped."""
+        if self.awaits_step:
+            self.step_is_over(skipped=True)
+        return self.steps.run(*args, **kwargs)
+
+    def step_is_over(self, skipped: bool) -> None:
+        """The optimizer has stepped, or the step was left out, on every rank alike."""
+        self.awaits_step = False
+        self.gradients.clear()
+        if skipped:
+            self.executor.skipped()
+        else:
+            self.executor.stepped()
+
     def install_gradients(self) -> None:
         """At a window's end, make what was gathered the ``.grad`` of the parameters that this rank owns."""
         if not self.steps.ends_window:
             return
+        self.awaits_step = True
         for name, gradient in self.executor.collect_gradients().items():
-            parameter = self.parameters[name]
-            parameter.grad = gradient.to(parameter.dtype)
+            self.gradients.install(self.parameters[name], gradient)
 
     def collect_statistics(self) -> dict[str, Any]:
         """What all ranks measured; every rank has to call it.
@@ -132,8 +165,37 @@ class Assembly:
             self.steps.flush()
             self.whole.restore()
         self.steps.close()
+        if self.validation is not None:
+            self.validation.close()
         self.runner.close()
+        self.statistics.close()
+        self.local.restore()
         self.executor.close()
+
+
+@dataclass
+class EvaluationAssembly:
+    """All that one ``validate``, ``test`` or ``predict`` runs on.
+
+    Attributes:
+        evaluation: the loop and how its step runs.
+        whole: puts the whole model together again; None where every rank has kept it.
+        statistics: running statistics, should a layer be in training.
+        local: metrics are complete on every rank.
+    """
+
+    evaluation: Evaluation
+    whole: WholeModel | None
+    statistics: RunningStatistics
+    local: LocalMetrics
+
+    def close(self, restore: bool) -> None:
+        """The run has ended: give the module back as an ordinary one; `restore` as for :meth:`Assembly.close`."""
+        if restore and self.whole is not None:
+            self.whole.restore()
+        self.evaluation.close()
+        self.statistics.close()
+        self.local.restore()
 
 
 def align_ranks(module: nn.Module, world: World) -> None:
@@ -145,15 +207,15 @@ def align_ranks(module: nn.Module, world: World) -> None:
 def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
     """Look at the first batch, cut the model, and build what runs the pipelines.
 
-    All ranks call it at the same point, after :func:`align_ranks`. What loaders drew at random stays drawn; what the
-    runs of the step drew does not.
+    All ranks call it at the same point, after :func:`align_ranks` and :func:`install`. What loaders drew at random
+    stays drawn; what the runs of the step drew does not.
     """
     module = strategy.lightning_module
     assert module is not None
-    world, geometry = strategy.world, strategy.geometry
-    seed = world.broadcast(torch.initial_seed()) & _SEED_MASK
+    world, resumed = strategy.world, strategy.resumed
+    seed = world.broadcast(torch.initial_seed()) & _SEED_MASK if resumed is None else resumed.seed
     internals.set_up_training_data(trainer)
-    fetcher = install(trainer)
+    fetcher = fetcher_of(trainer)
     peeked = fetcher.peek() if fetcher is not None else None
     if fetcher is None or peeked is None or peeked.batch is None:
         raise MisconfigurationException(
@@ -162,41 +224,37 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
         )
     states = internals.collect_random_states()
     statistics = RunningStatistics(module)
-    call = StepCall(module)
-    program, in_halves = _program(strategy, module, call, peeked.batch, peeked.batch_idx, statistics)
-    geometry = strategy.resolved(split_backward=len(in_halves) == geometry.num_stages)
+    local = LocalMetrics(module, world, strategy.geometry.num_stages)
+    call = StepCall(module, local)
+    overriding = guards.overrides_train_batch_start(trainer)
+    partition = _partition(strategy, module, call, peeked.batch, peeked.batch_idx, statistics, overriding is None)
+    program, geometry, in_halves = partition.program, partition.geometry, partition.in_halves
+    strategy.use_partition(partition)
+    announce(partition)
+    validation: Evaluation | None = None
+    held = Held(program)
+    if internals.validation_in_fit(trainer):
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        validation = find_evaluation(strategy, trainer, "validation", loop, statistics, held)
     internals.set_random_states(states)
     parameters = dict(module.named_parameters())
-    ownership = assign(
-        [
-            ParameterInfo(
-                name,
-                parameter.numel(),
-                parameter.dtype,
-                parameter.requires_grad,
-                tuple(s for s, names in enumerate(program.parameters) if name in names),
-            )
-            for name, parameter in parameters.items()
-        ],
-        geometry.placement,
-        geometry.replicas,
-    )
+    ownership = _keep_hosted(strategy, held, parameters)
     hosted = strategy.hosted_by_this_process(ownership)
-    for name, parameter in parameters.items():
-        if name not in hosted:
-            hollow(parameter)
-    runner = StageRunner(module, program, call, strategy.precision_plugin.train_step_context, statistics)
+    strategy.deferred.fill(module, hosted, world)
+    strategy.load_weights()
+    plugin = strategy.precision_plugin
+    copies, scale = shared_copies(plugin, module, program), loss_scale(plugin)
+    runner = StageRunner(module, program, call, plugin.train_step_context, statistics, copies=copies, loss_scale=scale)
     runner.in_halves = in_halves
     planner = Planner(
         geometry.placement,
         geometry.max_in_flight,
-        _costs(geometry.num_stages, in_halves),
+        partition.costs,
         split_backward=bool(in_halves),
         tolerance=STALENESS_TOLERANCE,
     )
-    held = {n: p for n, p in parameters.items() if n in hosted and p.requires_grad}
-    executor = strategy.make_executor(geometry, planner, runner, ownership, held)
-    overriding = guards.overrides_train_batch_start(trainer)
+    trained = {n: p for n, p in parameters.items() if n in hosted and p.requires_grad}
+    executor = strategy.make_executor(geometry, planner, runner, ownership, trained)
     if overriding is not None and strategy.max_staleness:
         rank_zero_info(
             f"`{overriding}` runs before each batch, so forwards of a batch are not started before it: the pipelines "
@@ -214,29 +272,111 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
         seed,
         strategy.max_staleness,
         overriding is None,
+        strategy.meet,
     )
     whole = WholeModel(module, ownership, _buffer_owners(module, program, geometry), world)
     owned = ownership.owned(world.rank) if world.size > 1 else frozenset(parameters)
-    return Assembly(geometry, program, ownership, runner, executor, steps, whole, world, parameters, owned)
+    if validation is not None:
+        forwards = strategy.make_forward_executor(geometry)
+        termination = steps.termination
+        validation.connect(
+            strategy,
+            trainer,
+            geometry,
+            forwards,
+            statistics,
+            seed,
+            local,
+            whole,
+            lambda: termination.pending,
+            termination.agreed,
+        )
+    return Assembly(
+        geometry,
+        program,
+        ownership,
+        runner,
+        executor,
+        steps,
+        whole,
+        world,
+        parameters,
+        owned,
+        statistics,
+        local,
+        validation,
+    )
 
 
-def _program(
+def _keep_hosted(strategy: AsyncMultiPipeStrategy, held: Held, parameters: dict[str, nn.Parameter]) -> Ownership:
+    """Say who owns which parameter, and let go of those that this process does not keep."""
+    geometry = strategy.geometry
+    ownership = assign(
+        [
+            ParameterInfo(
+                name,
+                parameter.numel(),
+                parameter.dtype,
+                parameter.requires_grad,
+                held.of(name),
+            )
+            for name, parameter in parameters.items()
+        ],
+        geometry.placement,
+        geometry.replicas,
+    )
+    hosted = strategy.hosted_by_this_process(ownership)
+    for name, parameter in parameters.items():
+        if name not in hosted:
+            hollow(parameter)
+    return ownership
+
+
+def assemble_evaluation(
+    strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer, kind: Kind, loop: Loop
+) -> EvaluationAssembly:
+    """Look at the first batches of a loop, cut the model by its step, and build what runs it, without training.
+
+    All ranks call it at the same point, after :func:`align_ranks`.
+    """
+    module = strategy.lightning_module
+    assert module is not None
+    world, geometry = strategy.world, strategy.geometry
+    seed = world.broadcast(torch.initial_seed()) & _SEED_MASK
+    statistics = RunningStatistics(module)
+    states = internals.collect_random_states()
+    evaluation = find_evaluation(strategy, trainer, kind, loop, statistics)
+    internals.set_random_states(states)
+    whole: WholeModel | None = None
+    if evaluation.held is not None and not evaluation.runs_whole:
+        program = next(iter(evaluation.found.values())).program
+        ownership = _keep_hosted(strategy, evaluation.held, dict(module.named_parameters()))
+        strategy.deferred.fill(module, strategy.hosted_by_this_process(ownership), world)
+        strategy.load_weights()
+        whole = WholeModel(module, ownership, _buffer_owners(module, program, geometry), world)
+    forwards = strategy.make_forward_executor(geometry)
+    local = LocalMetrics(module, world, geometry.num_stages)
+    evaluation.connect(strategy, trainer, geometry, forwards, statistics, seed, local, whole)
+    return EvaluationAssembly(evaluation, whole, statistics, local)
+
+
+def _partition(
     strategy: AsyncMultiPipeStrategy,
     module: pl.LightningModule,
     call: StepCall,
     batch: Any,
     batch_idx: int,
     statistics: RunningStatistics,
-) -> tuple[StageProgram, frozenset[int]]:
-    """Rank 0 cuts the model; all ranks get the same program and stages in halves, or the same error."""
+    look_ahead: bool,
+) -> Partition:
+    """Rank 0 cuts the model; all ranks get the same plan, or the same error."""
     world = strategy.world
     found: dict[str, Any] = {}
+    link = measure_link(world) if world.broadcast(way_of(strategy)) == "profile" else None
     if world.rank == 0:
         try:
-            program, in_halves = _cut(strategy, module, call, batch, batch_idx, statistics)
-            found["program"] = json.dumps(program.to_dict())
-            found["in_halves"] = sorted(in_halves)
-        except CutError as error:
+            found = _cut(strategy, module, call, batch, batch_idx, statistics, look_ahead, link).to_message()
+        except (CutError, PlanError, MemoryLimitError) as error:
             found["error"] = str(error)
         except BaseException:
             world.broadcast({})  # the other ranks wait for it
@@ -246,7 +386,7 @@ def _program(
         raise PeerFailure("rank 0 failed while it ran the step to find cuts")
     if "error" in found:
         raise MisconfigurationException(found["error"])
-    return StageProgram.from_dict(json.loads(found["program"])), frozenset(found["in_halves"])
+    return Partition.from_message(found)
 
 
 def _cut(
@@ -256,10 +396,13 @@ def _cut(
     batch: Any,
     batch_idx: int,
     statistics: RunningStatistics,
-) -> tuple[StageProgram, frozenset[int]]:
+    look_ahead: bool,
+    link: Link | None,
+) -> Partition:
     geometry, context = strategy.geometry, strategy.precision_plugin.train_step_context
     fewest = fewest_samples(batch_norms(module))
-    part = microbatch.split(batch, geometry.num_microbatches, min_samples=fewest)[0]
+    parts = microbatch.split(batch, geometry.num_microbatches, min_samples=fewest)
+    part = parts[0]
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     arguments = (part.data, batch_idx) if takes_index else (part.data,)
     returned: list[Any] = []
@@ -275,11 +418,11 @@ def _cut(
     finally:
         statistics.end()
     call.read(returned.pop(), part.index, part.size, batch_idx)
-    names = None if isinstance(strategy.cuts, str) else list(strategy.cuts)
-    task = StageTask(arguments)
-    program = proven_program(find_cuts(trace), geometry.num_stages, module, call, task, names, context)
-    in_halves: frozenset[int] = frozenset()
-    if strategy.split_backward and geometry.num_stages > 1:
+
+    def in_halves(program: StageProgram) -> frozenset[int]:
+        """The stages whose backwards can be run in halves."""
+        if not strategy.split_backward or program.num_stages == 1:
+            return frozenset()
 
         def loss(value: Any) -> Tensor:
             found = call.read(value, part.index, part.size, batch_idx).loss
@@ -287,25 +430,18 @@ def _cut(
             return found
 
         with guards.in_step():
-            in_halves = divisible_stages(module, program, call, task, context, loss)
-        whole = sorted(set(range(geometry.num_stages)) - in_halves)
+            found = divisible_stages(module, program, call, StageTask(arguments), context, loss)
+        whole = sorted(set(range(program.num_stages)) - found)
         if whole and strategy.split_backward is True:
             rank_zero_info(f"The backwards of the stages {whole} cannot be run in halves: they are run whole.")
-    for metric in (m for m in module.modules() if isinstance(m, Metric)):
-        metric.reset()  # what the runs above told it is not training
-    return program, in_halves
+        return found
 
-
-def _costs(num_stages: int, in_halves: frozenset[int]) -> Costs:
-    """All stages alike, a backward twice a forward; the first stage's input needs no gradient."""
-    first_halves = tuple((1.0 if stage else 0.0) if stage in in_halves else 2.0 for stage in range(num_stages))
-    return Costs(
-        forward=(1.0,) * num_stages,
-        backward=(2.0,) * num_stages,
-        input_grad=first_halves,
-        weight_grad=tuple(2.0 - half for half in first_halves),
-        message=MESSAGE_COST,
+    samples = part.size, sum(each.size for each in parts)
+    partition = make_partition(
+        strategy, find_cuts(trace), module, call, StageTask(arguments), samples, look_ahead, link, in_halves
     )
+    gc.collect()  # what the runs made is held by cycles
+    return partition
 
 
 def _buffer_owners(module: nn.Module, program: StageProgram, geometry: Geometry) -> dict[str, int]:

@@ -31,16 +31,21 @@ class _Before(NamedTuple):
 
 
 class GrowthWatch:
-    """Takes back what ``training_step`` appends to lists and deques, attributes of a module.
+    """Takes back what a step appends to lists and deques, attributes of a module.
 
     Appends are seen on the list itself (``append``, ``extend``, ``+=``) and where the attribute is
     replaced by a longer list (``self.outs = self.outs + [x]``). An attribute that is replaced by
     something else is left alone, like every other attribute that ``training_step`` sets; a warning
     names each once.
+
+    Args:
+        module: the module.
+        step: name of the step, for messages.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, step: str = "training_step") -> None:
         self._module = module
+        self._step = step
         self._grown: dict[str, list[Any]] = {}
         self._named: set[str] = set()
 
@@ -92,10 +97,10 @@ class GrowthWatch:
                 continue
             self._named.add(name)
             rank_zero_warn(
-                f"`training_step` changes `self.{name}`. It runs once for each micro-batch and stage, on each rank for "
-                "its own ones, and early for some of the next batch, so the value is not that of the batch and differs "
-                "between ranks. Let neither the loss nor a hook depend on it; return what you need from "
-                "`training_step`, append it to a list, or count in `on_train_batch_end`."
+                f"`{self._step}` changes `self.{name}`. It runs once for each stage and part of a batch, on each rank "
+                "for its own ones, and early for some of the next batch, so the value is not that of the batch and "
+                "differs between ranks. Let neither the loss nor a hook depend on it; return what you need from "
+                f"`{self._step}`, append it to a list, or count in the hook that ends a batch."
             )
 
     def _restore(self, before: dict[str, _Before]) -> None:
@@ -104,9 +109,9 @@ class GrowthWatch:
             tail = _tail(attributes.get(name), was)
             if tail is None:
                 raise PipelineError(
-                    f"`training_step` removed entries from the list `self.{name}`. It runs for "
+                    f"`{self._step}` removed entries from the list `self.{name}`. It runs for "
                     "each micro-batch and stage, so that lists may only be appended to in it. "
-                    "Remove entries in `on_train_batch_end`."
+                    "Remove entries in the hook that ends a batch, such as `on_train_batch_end`."
                 )
             if tail:
                 attributes[name] = was.held

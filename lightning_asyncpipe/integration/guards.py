@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -63,28 +64,39 @@ _OWN_PACKAGES = ("lightning.pytorch.", "lightning_asyncpipe.")
 
 
 class _Steps(threading.local):
-    """How many steps are running on a thread, one inside the other."""
+    """How many steps are running on a thread, one inside the other, and the name of the innermost."""
 
     depth = 0
+    name = "training_step"
 
 
 _steps = _Steps()
 
 
 @contextmanager
-def in_step() -> Iterator[None]:
+def in_step(name: str = "training_step") -> Iterator[None]:
     """Mark the calling thread as running a micro-batch's forward or backward.
+
+    Args:
+        name: of the step, for messages.
 
     Collectives that this thread calls in here raise ``CollectiveInStepError``; other threads, such
     as those of the transport, are not concerned.
     """
     _patches.acquire()
     _steps.depth += 1
+    before, _steps.name = _steps.name, name
     try:
         yield
     finally:
         _steps.depth -= 1
+        _steps.name = before
         _patches.release()
+
+
+def inside_step() -> bool:
+    """Whether the calling thread is inside :func:`in_step`."""
+    return _steps.depth > 0
 
 
 @contextmanager
@@ -109,7 +121,7 @@ def forbid_in_step(call: str) -> None:
     """
     if _steps.depth:
         raise CollectiveInStepError(
-            f"`{call}` was called inside `training_step`. The ranks run different parts of it for "
+            f"`{call}` was called inside `{_steps.name}`. The ranks run different parts of it for "
             "different micro-batches, so they would wait for each other forever. Call it in a hook "
             "such as `on_train_batch_end`. To log the mean over ranks call `self.log` alone: it "
             "logs the value of the whole batch on every rank. A loss over samples of several "
@@ -295,6 +307,12 @@ def _check_callbacks(trainer: Trainer) -> None:
                 f"`{name}` is not supported: it averages the weights that its rank sees, and each rank holds a part of "
                 "the model. Average the weights of checkpoints (`ModelCheckpoint(every_n_train_steps=...)`) instead."
             )
+        if isinstance(callback, LearningRateFinder):
+            raise MisconfigurationException(
+                f"`{name}` is not supported: it trains, loads the weights from before and trains on within one `fit`, "
+                "and each rank holds a part of the model. Find the learning rate on one device, or on a "
+                "smaller model, and pass it to the module."
+            )
         if isinstance(callback, ModelPruning):
             raise MisconfigurationException(
                 f"`{name}` is not supported: it compares weights of the whole model, and each rank holds a part of it. "
@@ -344,6 +362,21 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
+def check_distributed_save(io: CheckpointIO | None, storage_options: object) -> None:
+    """Refuse what a checkpoint in parts has no use for.
+
+    Raises:
+        MisconfigurationException: a plugin, or options, for how one file is written.
+
+    """
+    given = "a CheckpointIO plugin" if io is not None else "`storage_options`" if storage_options is not None else ""
+    if given:
+        raise MisconfigurationException(
+            f"`save_distributed_checkpoint=True` writes a folder by itself, and cannot use {given}: leave that out, or "
+            "save one file (`save_distributed_checkpoint=False`)."
+        )
+
+
 def leave_exceptions_unsaved(trainer: Trainer) -> None:
     """Keep Lightning's callbacks from saving when an exception ends the run; warns where one would.
 
@@ -372,30 +405,14 @@ def overrides_train_batch_start(trainer: Trainer) -> str | None:
     Lightning and of this package do nothing there that a forward depends on. A
     ``LightningDataModule`` is not asked: Lightning never calls this hook on it.
     """
-    hook = "on_train_batch_start"
+    return overrides(trainer, "on_train_batch_start")
+
+
+def overrides(trainer: Trainer, hook: str) -> str | None:
+    """What runs user code in a hook of the module and of callbacks, such as "MyModule.on_train_batch_end"."""
     for owner in (trainer.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
         defined_by = next((kind for kind in type(owner).__mro__ if hook in vars(kind)), None)
         is_own = defined_by is None or defined_by.__module__.startswith(_OWN_PACKAGES)
         if hook in vars(owner) or not is_own:
             return f"{type(owner).__name__}.{hook}"
     return None
-
-
-def check_precision(plugin: Precision) -> None:
-    """Refuse precision plugins whose numerics the pipeline would not keep.
-
-    Raises:
-        MisconfigurationException: says what was found and what to do.
-
-    """
-    kind = type(plugin)
-    if kind not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
-        raise MisconfigurationException(
-            f"The precision plugin {kind.__name__} is not supported. Use precision '32-true', '64-true', 'bf16-true', "
-            "'16-true' or 'bf16-mixed'."
-        )
-    if getattr(plugin, "scaler", None) is not None:
-        raise MisconfigurationException(
-            "precision='16-mixed' scales the loss, which the pipeline does not support yet. Use 'bf16-mixed', which "
-            "needs no scaling."
-        )

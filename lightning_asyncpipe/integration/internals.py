@@ -5,12 +5,20 @@ Each entry names the versions it was checked on; ``tests/integration/test_intern
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 
 def collect_random_states() -> dict[str, Any]:
@@ -103,3 +111,69 @@ def validation_in_fit(trainer: pl.Trainer) -> bool:
     """Whether ``fit`` would run the validation loop. ``enable_validation`` and the loop's data source, 2.6.6."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     return bool(trainer.enable_validation) and bool(loop._data_source.is_defined())
+
+
+def io_or_default(io: CheckpointIO | None, default: Callable[[], CheckpointIO]) -> CheckpointIO:
+    """The plugin that was given, if any; one that wraps another and has none gets the default to wrap.
+
+    ``_WrappingCheckpointIO``, whose setter leaves a plugin that is there alone; checked on 2.6.6.
+    """
+    if io is None:
+        return default()
+    if isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = default()
+    return io
+
+
+def evaluation_loop(
+    trainer: pl.Trainer,
+) -> tuple[Literal["validation", "test", "predict"], _EvaluationLoop | _PredictionLoop]:
+    """The loop that ``validate``, ``test`` or ``predict`` runs, and its kind."""
+    function = trainer.state.fn
+    if function == TrainerFn.VALIDATING:
+        return "validation", trainer.validate_loop
+    if function == TrainerFn.TESTING:
+        return "test", trainer.test_loop
+    return "predict", trainer.predict_loop
+
+
+# torchmetrics, checked on 1.9.0
+
+
+def is_reducible(metric: Metric, name: str) -> bool:
+    """Whether a state of a metric is a sum, a maximum, a minimum or a concatenation over batches."""
+    reduction = metric._reductions[name]
+    if reduction is None:
+        return isinstance(metric._defaults[name], list)
+    return reduction in (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
+
+
+def reduce_metric_states(metric: Metric, before: dict[str, Any]) -> None:
+    """Add an earlier state to the one that a metric has, as ``Metric.forward`` does. ``Metric._reduce_states``."""
+    with torch.no_grad():
+        metric._reduce_states(before)
+    metric._computed = None
+    if metric.compute_on_cpu:
+        metric._move_list_states_to_cpu()
+
+
+def metric_attributes(metric: Metric) -> list[tuple[Metric, dict[str, Any]]]:
+    """What a metric and those inside it hold, to be set again; lists and dicts that are no states are copied."""
+    return [
+        (
+            part,
+            {
+                name: value.copy() if type(value) in (list, dict) and name not in part._defaults else value
+                for name, value in part.__dict__.items()
+            },
+        )
+        for part in metric.modules()
+        if isinstance(part, Metric)
+    ]
+
+
+def set_metric_attributes(metric: Metric, attributes: list[tuple[Metric, dict[str, Any]]]) -> None:
+    """Set what :func:`metric_attributes` gave."""
+    for part, saved in attributes:
+        part.__dict__.clear()
+        part.__dict__.update(saved)

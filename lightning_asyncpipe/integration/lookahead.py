@@ -1,234 +1,90 @@
-"""Look-ahead at the data fetcher: the next batch of training, one batch early.
+"""The fit loop that looks ahead at its next batch, and that resumes loaders which are made before a checkpoint is read.
 
-Early forwards need batch i + 1 while Lightning trains batch i. ``LookAheadFetcher.peek`` fetches
-it, converts it and moves it to the device as the loop would, and keeps it. When the loop takes it,
-the loop's own ``convert_input``, ``on_before_batch_transfer`` and ``batch_to_device`` pass it
-through unchanged, so that every hook sees every batch once, in order.
-
-What the loop and checkpoints see is the batch handed out, never the peeked one: ``done`` (the
-loop's ``is_last_batch``), ``fetched``, and the loader states that are saved.
-
-The fetcher sits in ``fit_loop._data_fetcher``, behind ``CombinedLoader``. A wrapper around each
-loader would not do: it knows nothing of the next batch of a ``CombinedLoader`` that cycles, hides
-``state_dict`` from Lightning's runtime protocol, and sees batches past ``limit_train_batches``.
+The strategy sets up the training data early, since it plans from the first batch: see
+:class:`~lightning_asyncpipe.integration.fetcher.LookAheadFetcher`, the fetcher that shows it.
 
 Everything private that it uses was checked on Lightning 2.6.6.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import (
-    _DataFetcher,
-    _DataLoaderIterDataFetcher,
-    _PrefetchDataFetcher,
-)
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.utilities import _is_max_limit_reached
-from lightning.pytorch.trainer import call
+from lightning.pytorch.loops.loop import _Loop
 
-
-@dataclass(frozen=True, slots=True)
-class Peeked:
-    """The batch that the loop takes next.
-
-    Attributes:
-        batch: as ``training_step`` will receive it: converted and on the device. None if the loader
-            yields None, for which Lightning calls no ``training_step``.
-        batch_idx: its ``batch_idx``; 0 as long as the loop has taken no batch.
-        is_last: whether it is known to be the last of its epoch; where the loaders have no length, that would take
-            another look ahead.
-
-    """
-
-    batch: Any
-    batch_idx: int
-    is_last: bool = False
-
-
-class _Item(NamedTuple):
-    """What a ``CombinedLoader`` yields."""
-
-    batch: Any
-    batch_idx: int
-    dataloader_idx: int
-
-
-class LookAheadFetcher(_PrefetchDataFetcher):
-    """Lightning's fetcher, which can also show the next batch without handing it out.
-
-    At most one batch lies between the loaders and the loop: the peeked one or, where the loaders
-    have no length, the one that must be fetched to know whether the one before was the last.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__()
-        self._trainer = trainer
-        self._waiting: _Item | None = None  # fetched, not handed out
-        self._peeked: Peeked | None = None  # `_waiting`, converted and on the device
-        self._exhausted = False  # the loaders ended before their length
-        self._states: list[dict[str, Any]] | None = None  # of the loaders, before `_waiting`
-        self._handed_out = 0
-        self.epoch = 0  # for which the samplers were set when the iterator was made
-
-    @classmethod
-    def adopt(cls, fetcher: _DataFetcher, trainer: Trainer) -> LookAheadFetcher:
-        """Take over a fetcher that Lightning has made and started, with what it has fetched.
-
-        Raises:
-            MisconfigurationException: ``training_step`` takes a ``dataloader_iter``.
-
-        """
-        if isinstance(fetcher, _DataLoaderIterDataFetcher):
-            raise MisconfigurationException(
-                "`training_step(self, dataloader_iter)` is not supported by pipeline parallelism: "
-                "the strategy has to see a batch in order to split it. Take the batch as argument: "
-                "`def training_step(self, batch, batch_idx)`."
-            )
-        result = cls(trainer)
-        result._combined_loader = fetcher._combined_loader
-        result.iterator = fetcher.iterator
-        result.length = fetcher.length
-        result.done = fetcher.done
-        waiting = getattr(fetcher, "batches", [])
-        result._waiting = _Item(*waiting[0]) if waiting else None
-        result.fetched = fetcher.fetched - len(waiting)
-        return result
-
-    def peek(self) -> Peeked | None:
-        """The batch that the loop takes next, or None if it takes no more in this epoch.
-
-        None at the end of the epoch, at ``limit_train_batches``, and where ``max_steps`` is reached
-        with the batch in progress. Whatever the loaders or the transfer hooks raise is raised here.
-        """
-        if self._peeked is not None:
-            return self._peeked
-        if self.iterator is None or self.done or self._exhausted or self._reaches_max_steps():
-            return None
-        if self._waiting is None:
-            self._states = self._current_states()
-            try:
-                self._waiting = self._fetch()
-            except StopIteration:  # the loaders are shorter than their length: see `__next__`
-                self._exhausted = True
-                return None
-        with torch.enable_grad():  # as where the loop does this
-            batch = self._prepare(self._waiting.batch)
-        self._waiting = self._waiting._replace(batch=batch)  # the raw one is not needed any more
-        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        last = self.length is not None and self.fetched + 1 >= self.length
-        self._peeked = Peeked(batch, progress.ready if self._handed_out else 0, last)
-        return self._peeked
-
-    def loader_states(self) -> list[dict[str, Any]]:
-        """States of the stateful loaders, from which the next batch to hand out follows."""
-        if self._waiting is not None and self._states is not None:
-            return self._states
-        return self.combined_loader._state_dicts()
-
-    def __iter__(self) -> LookAheadFetcher:
-        _DataFetcher.__iter__(self)
-        if self.length is None:
-            self._fetch_to_know_the_last()
-        return self
-
-    def __next__(self) -> _Item:
-        if self._exhausted or (self._waiting is None and self.done):
-            self.done = True
-            raise StopIteration
-        item, peeked = self._waiting, self._peeked
-        self._waiting, self._peeked, self._states = None, None, None
-        if item is None:
-            try:
-                item = self._fetch()
-            except StopIteration:
-                self.done = True
-                raise
-        self.fetched += 1
-        self._handed_out += 1
-        if self.length is not None:
-            self.done = self.fetched >= self.length
-        else:
-            self._fetch_to_know_the_last()
-        if peeked is not None:
-            self._pass_through(item.batch)
-        return item
-
-    def reset(self) -> None:
-        super().reset()
-        self._waiting, self._peeked, self._states = None, None, None
-        self._exhausted = False
-        self._handed_out = 0
-
-    def _fetch(self) -> _Item:
-        assert self.iterator is not None
-        self._start_profiler()
-        try:
-            return _Item(*next(self.iterator))
-        finally:
-            self._stop_profiler()
-
-    def _fetch_to_know_the_last(self) -> None:
-        self._states = self._current_states()
-        try:
-            self._waiting = self._fetch()
-        except StopIteration:
-            self.done = True
-
-    def _current_states(self) -> list[dict[str, Any]]:
-        # a loader may return what it goes on changing
-        return copy.deepcopy(self.combined_loader._state_dicts())
-
-    def _reaches_max_steps(self) -> bool:
-        fit_loop = self._trainer.fit_loop
-        progress: Any = fit_loop.epoch_loop.batch_progress.current
-        steps = fit_loop.epoch_loop.global_step
-        if progress.ready > progress.processed and not fit_loop._should_accumulate():
-            steps += 1  # the batch in progress ends with a step
-        return _is_max_limit_reached(steps, fit_loop.max_steps)
-
-    def _prepare(self, batch: Any) -> Any:
-        """What ``_TrainingEpochLoop.advance`` does with a batch before it trains on it."""
-        trainer = self._trainer
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
-
-    def _pass_through(self, batch: Any) -> None:
-        """Let the loop's own preparation of ``batch``, which follows at once, leave it as it is."""
-        trainer = self._trainer
-        _return_unchanged_once(trainer.precision_plugin, "convert_input", batch)
-        _return_unchanged_once(trainer.lightning_module, "_on_before_batch_transfer", batch)
-        _return_unchanged_once(trainer.strategy, "batch_to_device", batch)
+from lightning_asyncpipe.integration import internals
+from lightning_asyncpipe.integration.fetcher import LookAheadFetcher as LookAheadFetcher
+from lightning_asyncpipe.integration.fetcher import Start
+from lightning_asyncpipe.integration.resuming import Randomness, set_generator_states
 
 
 class _LookAheadFitLoop(_FitLoop):
-    """Lightning's fit loop with a fetcher that looks ahead."""
+    """Lightning's fit loop with a fetcher that looks ahead, and that resumes loaders made before a checkpoint was read.
+
+    Lightning loads the states of loaders in ``setup_data``, which returns early where there are loaders. So they are
+    started anew once it has resumed everything else.
+    """
+
+    resumed: Randomness | None = None
+    _loader_states: list[dict[str, Any]]
+    _starts_epoch = False
+    _start: Start | None = None
+
+    @property
+    def restarting(self) -> bool:
+        """Whether the epoch that a checkpoint was saved in goes on.
+
+        Lightning also answers yes after an epoch's end where `max_steps` is set, so that a validation at that end could
+        go on; where there is none, it would train one more batch in the epoch that has ended.
+        """
+        return self._restarting
+
+    @restarting.setter
+    def restarting(self, restarting: bool) -> None:
+        _FitLoop.restarting.fset(self, restarting)
+        progress: Any = self.epoch_progress.current
+        ended = progress.ready == progress.started == progress.processed
+        if restarting and ended and not self.trainer.enable_validation:
+            _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
+
+    def _load_combined_loader_states(self) -> None:
+        super()._load_combined_loader_states()
+        if self._combined_loader is not None:  # they are started next
+            self._start = Start.of(self._combined_loader)
 
     def setup_data(self) -> None:
         loader = self._combined_loader
         super().setup_data()
         fetcher = self._adopt_fetcher()
-        if fetcher is None:
-            return
-        if loader is not self._combined_loader:
+        if fetcher is not None and loader is not self._combined_loader:
             self._set_sampler_epochs(fetcher)  # a peek may come before Lightning does this
-        elif self.is_resuming:
-            self._resume(fetcher)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state = super().on_save_checkpoint()
         if "combined_loader" in state and isinstance(self._data_fetcher, LookAheadFetcher):
             state["combined_loader"] = self._data_fetcher.loader_states()
         return state
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self._loader_states = state_dict.get("combined_loader", [])
+
+    def on_run_start(self) -> None:
+        resuming = self.is_resuming
+        super().on_run_start()
+        fetcher = self._data_fetcher
+        if resuming and isinstance(fetcher, LookAheadFetcher):
+            self._resume(fetcher)  # after the hooks of the start, which an uninterrupted run does not call
+
+    def advance(self) -> None:
+        fetcher = self._data_fetcher
+        if self._starts_epoch and isinstance(fetcher, LookAheadFetcher):
+            fetcher.begin()  # where a run that was not interrupted does it
+        self._starts_epoch = False
+        super().advance()
 
     @property
     def _epoch(self) -> int:
@@ -239,7 +95,7 @@ class _LookAheadFitLoop(_FitLoop):
     def _adopt_fetcher(self) -> LookAheadFetcher | None:
         fetcher = self._data_fetcher
         if fetcher is not None and not isinstance(fetcher, LookAheadFetcher):
-            fetcher = self._data_fetcher = LookAheadFetcher.adopt(fetcher, self.trainer)
+            fetcher = self._data_fetcher = LookAheadFetcher.adopt(fetcher, self.trainer, self._start)
         return fetcher
 
     def _set_sampler_epochs(self, fetcher: LookAheadFetcher) -> None:
@@ -248,22 +104,38 @@ class _LookAheadFitLoop(_FitLoop):
             _set_sampler_epoch(loader, fetcher.epoch)
 
     def _resume(self, fetcher: LookAheadFetcher) -> None:
-        """Start again loaders that were set up, and perhaps peeked, before the checkpoint was read.
+        """Start again loaders that were set up, and perhaps peeked, before the checkpoint was read."""
+        resumed, self.resumed = self.resumed, None
+        again = fetcher.rewind()
+        states, self._loader_states = self._loader_states, []
+        self._combined_loader_states_to_load = []
+        if states and self.restarting:
+            fetcher.combined_loader._load_state_dicts(states)
+        self._set_sampler_epochs(fetcher)
+        in_epoch = self.restarting and not self.epoch_loop.batch_progress.is_last_batch
+        if in_epoch and states:
+            fetcher.begin(None if resumed is None else resumed.before_next)
+            if resumed is not None and resumed.before_next is not None:
+                fetcher.peek()
+        elif again:
+            if resumed is not None:
+                set_generator_states(fetcher.combined_loader.flattened, resumed.generators)
+            if in_epoch or self.restarted_on_epoch_end or self.epoch_loop.restarted_on_last:
+                fetcher.begin()  # and none for an epoch that has no batch left
+            else:
+                self._starts_epoch = True
+        if resumed is not None:
+            internals.set_random_states(resumed.states)
 
-        Lightning loads their states in ``setup_data``, which returns early where loaders exist.
-        """
-        saved = bool(self._combined_loader_states_to_load) and self.restarting
-        if saved:
-            self._load_combined_loader_states()
-        if saved or fetcher.epoch != self._epoch:
-            self._set_sampler_epochs(fetcher)
-            iter(fetcher)
 
-
-def install(trainer: Trainer) -> LookAheadFetcher | None:
+def install(trainer: Trainer, resumed: Randomness | None = None) -> LookAheadFetcher | None:
     """Make ``trainer`` fit with a ``LookAheadFetcher``, now and whenever it reloads its loaders.
 
     Call it before or after ``fit_loop.setup_data``; again does no harm.
+
+    Args:
+        trainer: before it restores its loops.
+        resumed: the random states with which the training goes on that this ``fit`` resumes.
 
     Returns:
         The fetcher; None if ``setup_data`` has not run or there is nothing to train on.
@@ -278,6 +150,7 @@ def install(trainer: Trainer) -> LookAheadFetcher | None:
     elif not isinstance(loop, _LookAheadFitLoop):  # the user's own fit loop
         loop.__class__ = type(type(loop).__name__, (_LookAheadFitLoop, type(loop)), {})
     assert isinstance(loop, _LookAheadFitLoop)
+    loop.resumed, loop._loader_states, loop._starts_epoch = resumed, [], False
     fetcher = loop._adopt_fetcher()
     if fetcher is not None and loop._combined_loader is not None and not fetcher.fetched:
         loop._set_sampler_epochs(fetcher)
@@ -297,22 +170,3 @@ def seed_workers(dataloader: object, replica: int) -> None:
     augmentations of the same samples. A ``worker_init_fn`` of the user's own stays.
     """
     _auto_add_worker_init_fn(dataloader, replica)
-
-
-def _return_unchanged_once(owner: Any, name: str, batch: Any) -> None:
-    """Make the next call of ``owner.name`` return its argument if that is ``batch``.
-
-    The method is replaced for this one call only, so that nothing stays on the user's objects.
-    """
-    attributes: dict[str, Any] = vars(owner)
-    replaced = name in attributes
-    method: Callable[..., Any] = getattr(owner, name)
-
-    def once(data: Any, *args: Any, **kwargs: Any) -> Any:
-        if replaced:
-            attributes[name] = method
-        else:
-            attributes.pop(name, None)
-        return data if data is batch else method(data, *args, **kwargs)
-
-    attributes[name] = once

@@ -10,8 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from lightning_asyncpipe.errors import CheckpointError
 
 
 class OwnedOptimizer:
@@ -67,6 +71,62 @@ class OwnedOptimizer:
             "param_groups": state["param_groups"],
         }
 
+    def load_full_state(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of what one device's ``optimizer.state_dict()`` holds.
+
+        Raises:
+            CheckpointError: the state is that of another optimizer.
+        """
+        saved = state["param_groups"]
+        kind = type(self.optimizer).__name__
+        sizes, expected = [len(group["params"]) for group in saved], [len(order) for order in self.order]
+        if sizes != expected:
+            raise CheckpointError(
+                f"the checkpoint is of another optimizer: its parameter groups have {sizes} parameters, those of "
+                f"{kind} have {expected}. Resume with the `configure_optimizers` that it was saved with, or load the "
+                "weights alone (`load_from_checkpoint`) and start the optimizer anew."
+            )
+        for number, (theirs, ours) in enumerate(zip(saved, self.optimizer.param_groups, strict=True)):
+            # Versions of torch add options, so only what differs both ways is another optimizer.
+            missing, unknown = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+            if missing and unknown:
+                raise CheckpointError(
+                    f"the checkpoint is of another optimizer than {kind}: parameter group {number} has the options "
+                    f"{', '.join(unknown)} there, and lacks {', '.join(missing)}. Resume with the optimizer that it "
+                    "was saved with, or load the weights alone (`load_from_checkpoint`) and start the optimizer anew."
+                )
+        order = [number for group in saved for number in group["params"]]
+        numbers = [order[i] for i in self._full_index()]
+        groups, start = [], 0
+        for theirs, ours in zip(saved, self.optimizer.param_groups, strict=True):
+            stop = start + len(ours["params"])
+            groups.append({**theirs, "params": list(range(start, stop))})
+            start = stop
+        # Copied, since what is loaded may lie in a file that is mapped into memory.
+        mine = {i: _copied(state["state"][n]) for i, n in enumerate(numbers) if n in state["state"]}
+        self._compare_shapes(mine)
+        self.optimizer.load_state_dict({"state": mine, "param_groups": groups})
+
+    def _compare_shapes(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Raise if states are in the order of another model: those shaped like parameters then do not fit them all."""
+        parameters = self.parameters()
+        names = [name for order in self.order for name in order if name in self.owned]
+        tensors = [
+            (key, number, value)
+            for number, state in states.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.dim()
+        ]
+        alike = {key for key, number, value in tensors if value.shape == parameters[number].shape}
+        for key, number, value in tensors:
+            if key in alike and value.shape != parameters[number].shape:
+                raise CheckpointError(
+                    f"the checkpoint is of another model, or its parameters were given to the optimizer in another "
+                    f"order: the state {key!r} of {names[number]} has the shape {list(value.shape)} there, the "
+                    f"parameter {list(parameters[number].shape)}. Load the weights alone (`load_from_checkpoint`) and "
+                    "start the optimizer anew."
+                )
+
     def full_state(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
         """What one device's ``optimizer.state_dict()`` would hold, from the parts of all ranks."""
         state: dict[int, Any] = {}
@@ -106,3 +166,7 @@ class LearningRates:
             return 0.0
         optimizer, number = place
         return float(optimizer.param_groups[number].get("lr", 1.0))
+
+
+def _copied(state: Any) -> Any:
+    return apply_to_collection(state, Tensor, Tensor.clone)

@@ -1,8 +1,8 @@
 """What ``self.log`` says during micro-batches, and one log call per batch that every rank makes.
 
-While a micro-batch runs, a ``Recorder`` stands in the place of ``module.log``. On stages that are
-not the last everything is dropped: such a stage stops inside ``training_step``, and what it logs
-before that may be computed from dummy values. The last stage's calls become a
+While a micro-batch runs, a ``Recorder`` stands in the place of ``module.log``. A call counts on the
+stage to which its place in ``training_step`` belongs: stages before that do not come so far, and
+those after it may compute the value from dummy values. What a stage says becomes a
 ``MicroBatchRecord``. A ``StepExchange`` gives all ranks all records, ``merge`` reduces them to the
 values of the batch, and ``replay`` logs these on every rank alike:
 
@@ -32,7 +32,7 @@ from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_asyncpipe.integration.step_exchange import LogCall, MicroBatchRecord, StepExchange
+from lightning_asyncpipe.integration.step_exchange import LogCall, MicroBatchRecord, StepExchange, joined
 
 __all__ = [
     "LogCall",
@@ -40,6 +40,7 @@ __all__ = [
     "MicroBatchRecord",
     "Recorder",
     "StepExchange",
+    "joined",
     "merge",
     "replay",
 ]
@@ -59,13 +60,20 @@ class Recorder:
 
     Args:
         size: samples of the micro-batch, the default of ``batch_size``.
-        keep: whether this is the last stage; otherwise calls are dropped unseen.
+        keep: asked at each call whether it counts; one that does not is dropped unseen.
+        path_of: the path of a metric object in the module, None for one that is not there.
 
     """
 
-    def __init__(self, size: int = 1, keep: bool = True) -> None:
+    def __init__(
+        self,
+        size: int = 1,
+        keep: Callable[[], bool] = lambda: True,
+        path_of: Callable[[Metric], str | None] = lambda metric: None,
+    ) -> None:
         self.size = size
         self.keep = keep
+        self._path_of = path_of
         self.calls: list[LogCall] = []
         self.values: list[float | Tensor] = []
         self.batch_sizes: list[float] = []
@@ -75,7 +83,7 @@ class Recorder:
         """Stand in for ``module.log``, and so for ``log_dict``, in here."""
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if self.keep and not module.trainer.barebones:
+            if self.keep() and not module.trainer.barebones:
                 self._log(module, name, value, *args, **kwargs)
 
         attributes = vars(module)
@@ -89,10 +97,20 @@ class Recorder:
             else:
                 attributes["log"] = before
 
-    def record(self, index: int, loss: float | Tensor, replica: int = 0, extra: bool = False) -> MicroBatchRecord:
+    def record(
+        self,
+        index: int,
+        loss: float | Tensor,
+        replica: int = 0,
+        extra: bool = False,
+        metrics: bool = False,
+        stage: int = 0,
+    ) -> MicroBatchRecord:
         """The record of the micro-batch with this index, see ``MicroBatchRecord``."""
         calls = tuple(self.calls)
-        return MicroBatchRecord(index, self.size, loss, calls, self.values, self.batch_sizes, replica, extra)
+        return MicroBatchRecord(
+            index, self.size, loss, calls, self.values, self.batch_sizes, replica, extra, metrics, stage
+        )
 
     def _log(
         self,
@@ -113,6 +131,15 @@ class Recorder:
         rank_zero_only: bool = False,
     ) -> None:
         """``LightningModule.log``; ``sync_dist`` has no meaning, since all ranks log the same."""
+        metric: str | None = None
+        if isinstance(value, Metric):
+            metric = self._path_of(value)
+            if metric is None:
+                raise MisconfigurationException(
+                    f"`self.log({name!r}, ...)` was called with a {type(value).__name__} that is no attribute of the "
+                    "module. Make it one, so that Lightning finds it and every rank gets its state."
+                )
+            value = 0.0
         scalar, dtype = _scalar(module, name, value)
         key = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
         reduction = _REDUCTIONS.get(key) if key.__hash__ is not None else None
@@ -134,6 +161,7 @@ class Recorder:
                 metric_attribute,
                 rank_zero_only,
                 dtype,
+                metric,
             )
         )
         self.values.append(scalar)
@@ -146,11 +174,9 @@ def _default_dtype() -> str:
 
 def _scalar(module: Any, name: str, value: Any) -> tuple[float | Tensor, str]:
     """``value`` as a number or a float64 scalar, and the dtype in which Lightning stores it."""
-    if isinstance(value, (Metric, MetricCollection)):
+    if isinstance(value, MetricCollection):
         raise MisconfigurationException(
-            f"`self.log({name!r}, ...)` was called with a {type(value).__name__}. Metric objects "
-            "are not supported in a `training_step` that runs as a pipeline. Log the number that "
-            "it computes for the batch, or log the metric in `on_train_epoch_end`."
+            f"`self.log({name!r}, ...)` was called with a MetricCollection. Use `self.log_dict(collection)`."
         )
     if isinstance(value, Tensor):
         if value.numel() != 1:
@@ -201,7 +227,7 @@ def _merge_unequal(records: Sequence[MicroBatchRecord]) -> list[MergedCall]:
         for call, value, size in zip(record.calls, record.values, record.batch_sizes, strict=True):
             occurrence = seen[call.name] = seen.get(call.name, -1) + 1
             entry = found.setdefault((call.name, occurrence), (call, [], []))
-            if entry[0][:-1] != call[:-1]:
+            if entry[0]._replace(dtype=call.dtype) != call:
                 raise MisconfigurationException(_inconsistent(entry[0], call))
             entry[1].append(float(value))
             entry[2].append(size)
@@ -222,6 +248,8 @@ def _inconsistent(one: LogCall, other: LogCall) -> str:
 
 def _reduced(call: LogCall, values: Any, sizes: Any) -> MergedCall:
     total = float(sizes.sum())
+    if len(values) == 1:
+        return MergedCall(call, float(values[0]), total)
     if call.reduce_fx == "sum":
         value = values.sum()
     elif call.reduce_fx == "max":
@@ -236,8 +264,15 @@ def _reduced(call: LogCall, values: Any, sizes: Any) -> MergedCall:
     return MergedCall(call, float(value), total)
 
 
-def replay(module: LightningModule, merged: Sequence[MergedCall]) -> None:
+def replay(
+    module: LightningModule, merged: Sequence[MergedCall], metric: Callable[[str], Metric] | None = None
+) -> None:
     """Call ``module.log`` for each merged call, without synchronising.
+
+    Args:
+        module: the module.
+        merged: the calls.
+        metric: gives the metric object at a path.
 
     Call it inside ``strategy.training_step``: Lightning logs under the hook that is running.
     Whatever it raises for the arguments (``on_step`` and ``on_epoch`` both False, ...) is raised
@@ -246,9 +281,15 @@ def replay(module: LightningModule, merged: Sequence[MergedCall]) -> None:
     for entry in merged:
         call = entry.call
         _advise_no_sync_dist(call.name)
+        value: Tensor | Metric
+        if call.metric is None:
+            value = torch.tensor(entry.value, dtype=getattr(torch, call.dtype), device=module.device)
+        else:
+            assert metric is not None
+            value = metric(call.metric)
         module.log(
             call.name,
-            torch.tensor(entry.value, dtype=getattr(torch, call.dtype), device=module.device),
+            value,
             prog_bar=call.prog_bar,
             logger=call.logger,
             on_step=call.on_step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _HEADER = 3  # words: length of the message, bytes of new call tables, records
-_PER_RECORD = 5  # integers: replica, index, size, extra, table of calls
+_PER_RECORD = 6  # integers: replica, index, stage, size, extra, table of calls
 
 
 class LogCall(NamedTuple):
     """What a ``self.log`` call was given beside a value and a ``batch_size``.
 
-    ``dtype`` is that in which one device would store the value, "float32" or "float64".
+    ``dtype`` is that in which one device would store the value, "float32" or "float64". ``metric`` is the path of the
+    metric object that was given as the value.
     """
 
     name: str
@@ -34,11 +35,12 @@ class LogCall(NamedTuple):
     metric_attribute: str | None
     rank_zero_only: bool
     dtype: str
+    metric: str | None = None
 
 
 @dataclass(slots=True)
 class MicroBatchRecord:
-    """What the last stage has to say about one micro-batch.
+    """What a stage has to say about one micro-batch.
 
     Attributes:
         index: number within the batch.
@@ -49,6 +51,8 @@ class MicroBatchRecord:
         batch_sizes: one per call.
         replica: data-parallel replica.
         extra: whether ``training_step`` gave more than a loss, which the ranks have to exchange.
+        metrics: whether it gave something to metrics, which they have to exchange.
+        stage: the stage; what only some stage can know is said by that one.
 
     """
 
@@ -60,6 +64,30 @@ class MicroBatchRecord:
     batch_sizes: Sequence[float] = ()
     replica: int = 0
     extra: bool = False
+    metrics: bool = False
+    stage: int = 0
+
+
+def joined(records: Iterable[MicroBatchRecord]) -> list[MicroBatchRecord]:
+    """One record for each micro-batch from those of its stages, which are given in order; the loss is the last's."""
+    found: dict[tuple[int, int], MicroBatchRecord] = {}
+    for record in records:
+        before = found.get((record.replica, record.index))
+        if before is not None:
+            record = MicroBatchRecord(
+                record.index,
+                record.size,
+                record.loss,
+                before.calls + record.calls,
+                [*before.values, *record.values],
+                [*before.batch_sizes, *record.batch_sizes],
+                record.replica,
+                before.extra or record.extra,
+                before.metrics or record.metrics,
+                record.stage,
+            )
+        found[record.replica, record.index] = record
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +103,7 @@ class StepExchange:
     """Gives every rank the records of all ranks, in one small collective per batch.
 
     The collective may begin as soon as the records are known and be finished where they are needed.
-    A rank's message is a fixed number of 64-bit words: header, payload, and for each record five
+    A rank's message is a fixed number of 64-bit words: header, payload, and for each record six
     integers, the loss, and value and ``batch_size`` of each log call. Names and flags of the calls
     (a *table*, as JSON) travel once: a record refers to its table by hash. A second collective
     follows when a rank has a new table, or more to say than fits; the message then grows for good.
@@ -116,8 +144,8 @@ class StepExchange:
         """Wait for what all ranks sent, and exchange what did not fit; a collective as well.
 
         Returns:
-            The records of all ranks, by replica and micro-batch, and each rank's payload, padded
-            with zeros.
+            The records of all ranks, by replica, micro-batch and stage, and each rank's payload,
+            padded with zeros.
 
         """
         rows = _rows(begun.arrive())
@@ -129,7 +157,7 @@ class StepExchange:
         if most:
             self._share_tables(begun.text, [int(row[1]) for row in rows], most)
         records = [record for row in rows for record in self._unpack(row)]
-        records.sort(key=lambda record: (record.replica, record.index))
+        records.sort(key=lambda record: (record.replica, record.index, record.stage))
         end = _HEADER + self._payload_words
         return records, [tuple(row[_HEADER:end].tolist()) for row in rows]
 
@@ -155,7 +183,7 @@ class StepExchange:
         integers = [0, text, len(local), *payload, *[0] * (self._payload_words - len(payload))]
         numbers: list[float | Tensor] = []
         for r in local:
-            integers += (r.replica, r.index, r.size, int(r.extra), self._hash(r.calls))
+            integers += (r.replica, r.index, r.stage, r.size, r.extra + 2 * r.metrics, self._hash(r.calls))
             numbers += (r.loss, *r.values, *r.batch_sizes)
         integers[0] = len(integers) + len(numbers)
         message = np.zeros(max(integers[0], self._capacity), dtype=np.int64)
@@ -183,12 +211,14 @@ class StepExchange:
         floats = row.view(np.float64)[middle:length].tolist()
         at = 0
         for i in range(0, len(integers), _PER_RECORD):
-            replica, index, size, extra, table = integers[i : i + _PER_RECORD]
+            replica, index, stage, size, extra, table = integers[i : i + _PER_RECORD]
             calls = self._tables[table]
             n = len(calls)
             values = floats[at + 1 : at + 1 + n]
             sizes = floats[at + 1 + n : at + 1 + 2 * n]
-            yield MicroBatchRecord(index, size, floats[at], calls, values, sizes, replica, bool(extra))
+            yield MicroBatchRecord(
+                index, size, floats[at], calls, values, sizes, replica, bool(extra & 1), bool(extra & 2), stage
+            )
             at += 1 + 2 * n
 
 

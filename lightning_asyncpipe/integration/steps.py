@@ -6,6 +6,7 @@ stages recorded is exchanged once, and every rank then logs the same values and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +20,10 @@ from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration import guards, internals
 from lightning_asyncpipe.integration.agreement import Agreement
 from lightning_asyncpipe.integration.lookahead import LookAheadFetcher
+from lightning_asyncpipe.integration.records import joined
+from lightning_asyncpipe.integration.resuming import Randomness
 from lightning_asyncpipe.integration.stepcall import StepCall
+from lightning_asyncpipe.integration.stopping import AgreedStop
 from lightning_asyncpipe.integration.watch import ParameterWatch
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.geometry import Geometry
@@ -27,6 +31,7 @@ from lightning_asyncpipe.plan.segment import SegmentPlan
 from lightning_asyncpipe.runtime import microbatch
 from lightning_asyncpipe.runtime.buffers import RunningStatistics
 from lightning_asyncpipe.runtime.engine import Work
+from lightning_asyncpipe.runtime.gradients import accumulation_dtype
 from lightning_asyncpipe.runtime.stages import StageTask
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
 from lightning_asyncpipe.runtime.timeline import Ledger, Spent
@@ -49,6 +54,9 @@ class Executor(Protocol):
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
+
+    def skipped(self) -> None:
+        """The optimizer has skipped its step, on every rank: no weight has changed."""
 
     def settle(self) -> None:
         """Bring all replicas of all stages up to date."""
@@ -82,6 +90,7 @@ class TrainingSteps:
         seed: of the randomness of steps; the same on every rank.
         max_staleness: 0 flushes the pipelines before every optimizer step.
         look_ahead: whether batches may be looked at before their own step begins.
+        meet: told where this rank is before it waits for the others in a collective.
     """
 
     def __init__(
@@ -97,6 +106,7 @@ class TrainingSteps:
         seed: int,
         max_staleness: int,
         look_ahead: bool,
+        meet: Callable[[str], None],
     ) -> None:
         self._trainer = trainer
         self._geometry = geometry
@@ -106,10 +116,11 @@ class TrainingSteps:
         self._statistics = statistics
         self._world = world
         self._replica = replica
-        self._seed = seed
+        self.seed = seed
         self._max_staleness = max_staleness
         self._look_ahead = look_ahead
-        self._termination = internals.Termination(trainer)
+        self.termination = internals.Termination(trainer)
+        self.stopping = AgreedStop(trainer, world, meet)
         self._agreement = Agreement(world, geometry)
         self._parameters = ParameterWatch(trainer.lightning_module)
         self._batch_norms = batch_norms(trainer.lightning_module)
@@ -124,6 +135,7 @@ class TrainingSteps:
             What the user's step returned, over all micro-batches; the same on every rank.
         """
         self._parameters.check()
+        self._call.begin_epoch(self._trainer.current_epoch)
         index = internals.total_batch_index(self._trainer)
         self.ends_window = internals.step_follows(self._trainer)
         current = self._begun(batch)
@@ -138,14 +150,16 @@ class TrainingSteps:
         self.count += 1
         with self._executor.ledger.counting(Spent.RECORDS):
             records, stop = self._agreement.finish(current)
-        if stop:
+        self._trainer.should_stop = stop[1]
+        if stop[0]:
             rank_zero_info("Received SIGTERM: training ends after this batch on all ranks.")
-            self._termination.agreed()
+            self.termination.agreed()
         self._commit_statistics(current)
-        return self._call.conclude(current, records, self._world)
+        with self._trainer.precision_plugin.train_step_context():  # it may set the default type of tensors
+            return self._call.conclude(current, joined(records), self._world)
 
     def _begin_agreement(self, current: Work, upcoming: Work | None) -> None:
-        records, stop = self._call.take(current), self._termination.pending
+        records, stop = self._call.take(current), (self.termination.pending, bool(self._trainer.should_stop))
         with guards.outside_step():
             self._agreement.begin(current, upcoming, self.ends_window, records, stop)
 
@@ -192,7 +206,7 @@ class TrainingSteps:
         share = 1.0 / (samples * self._trainer.accumulate_grad_batches * self._geometry.replicas)
         work = Work(
             tasks=[
-                StageTask((part.data, *extra), {}, (self._seed, index, self._replica, part.index), part.index)
+                StageTask((part.data, *extra), {}, (self.seed, index, self._replica, part.index), part.index)
                 for part in parts
             ],
             fingerprints=[microbatch.fingerprint(part) for part in parts],
@@ -200,11 +214,13 @@ class TrainingSteps:
             step=index,
         )
         work.finish = partial(self._finish, work, parts, share)
+        work.passed = lambda part, stage: self._call.passed(work, part, stage, self._replica)
         return work
 
     def _finish(self, work: Work, parts: list[microbatch.MicroBatch], share: float, index: int, value: Any) -> Tensor:
         loss = self._call.keep(work, index, parts[index].size, self._replica, value)
-        return loss * (parts[index].size * share)
+        # A loss in 16 bits is weighted in float32: a weight may be too small for it, or a scaled gradient too large.
+        return loss.to(accumulation_dtype(loss.dtype)) * (parts[index].size * share)
 
     def _commit_statistics(self, work: Work) -> None:
         """Apply what running statistics saw, in the order of micro-batches, on every rank alike."""
@@ -219,9 +235,14 @@ class TrainingSteps:
         for _, records in packed:
             self._statistics.commit(self._statistics.unpack(records))
 
+    def random_states(self) -> Randomness:
+        """With what training would go on from here."""
+        return self._fetcher.random_states(self.seed)
+
     def close(self) -> None:
         """Give the trainer back as it was."""
-        self._termination.restore()
+        self.termination.restore()
+        self.stopping.restore()
 
     def flush(self) -> None:
         """Forget early forwards and bring all replicas up to date; all ranks call it at the same point."""

@@ -5,7 +5,7 @@ Objects travel through the safe codec: nothing that arrives is unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,18 @@ class World:
 
         return finish
 
+    def send_tensor(self, tensor: Tensor, dst: int = 0) -> None:
+        """Send a dense tensor to another rank, which calls :meth:`receive_tensor`."""
+        if tensor.numel():
+            dist.send(_as_bytes(tensor.detach().cpu().contiguous()), dst, group=self.control)
+
+    def receive_tensor(self, shape: Sequence[int], dtype: torch.dtype, src: int) -> Tensor:
+        """The tensor that rank `src` sends, in CPU memory."""
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        if tensor.numel():
+            dist.recv(_as_bytes(tensor), src, group=self.control)
+        return tensor
+
     def broadcast_tensor(self, tensor: Tensor, src: int) -> None:
         """Overwrite `tensor` with that of rank `src`; through CPU memory where it is elsewhere."""
         if self.size == 1:
@@ -89,3 +101,8 @@ class World:
         dist.broadcast(host, src, group=self.control)
         if self.rank != src:
             tensor.copy_(host)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, so that all data types can be sent."""
+    return tensor.view(-1).view(torch.uint8)

@@ -2,7 +2,7 @@
 
 Whenever a device is free it runs the ready operation with the smallest key; weight gradients, which nothing waits for
 but the end of the batch, when nothing else is ready, or when as many micro-batches are held for them as the bound in
-flight allows. A key is an offset per kind and slot plus a
+flight allows (a strict order has its own place for them). A key is an offset per kind and slot plus a
 period per round (micro-batch ``j`` is in round ``j // N``), so that priority rules ("backward first", "oldest first")
 and repeating patterns are the same thing.
 """
@@ -92,7 +92,7 @@ def list_batch(tables: Tables, keys: Keys, microbatches: int, carried: Sequence[
                 kind, rest = divmod(successor, per_kind)
                 microbatch, slot = divmod(rest, slots)
                 device = device_of[slot]
-                due = weights if kind == WEIGHT else ready
+                due = weights if kind == WEIGHT and not orders else ready
                 heappush(due[device], (offsets[kind][slot] + round_keys[microbatch], successor))
                 touched.append(device)
         for device in touched:

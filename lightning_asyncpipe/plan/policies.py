@@ -41,15 +41,15 @@ class Generator:
     """A xorshift generator: the same numbers on every machine and every version of Python."""
 
     def __init__(self, seed: int) -> None:
-        self._state = seed * 2654435761 % 2**32 or 1
+        self.state = seed * 2654435761 % 2**32 or 1
 
     def unit(self) -> float:
         """A number in [0, 1)."""
-        state = self._state
+        state = self.state
         state ^= state << 13 & 0xFFFFFFFF
         state ^= state >> 17
         state ^= state << 5 & 0xFFFFFFFF
-        self._state = state
+        self.state = state
         return state / 2**32
 
     def below(self, bound: int) -> int:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from lightning_asyncpipe.plan.listing import Keys
 from lightning_asyncpipe.plan.pattern import lattice
+from lightning_asyncpipe.plan.periodic import periodic
 from lightning_asyncpipe.plan.policies import (
     Generator,
     Policy,
@@ -35,6 +36,8 @@ _SEGMENTS = (3, 10)
 _SHARE = 16
 """Into how many policies the effort should go at least, where the fewest segments allow it."""
 _CANDIDATES = 600
+_ANNEALING = 4
+"""Which part of the effort may go into annealing; a move is about as much work as an operation."""
 
 
 class Choice(NamedTuple):
@@ -149,7 +152,11 @@ class _Search:
     def shortlist(self) -> list[tuple[str, Keys]]:
         """All rules; where there is not the effort to settle them all, the most promising ones first."""
         rules: list[tuple[str, Keys]] = []
-        if not self.tables.split:
+        if not self.ahead:  # with look-ahead, looser orders have done better, and annealing takes effort from them
+            pattern, moves = periodic(self.tables, self.effort // _ANNEALING)
+            self.left -= moves
+            rules += [] if pattern is None else [("without idle time", pattern)]
+        elif not self.tables.split:
             pattern = lattice(self.tables.placement, self.tables.max_in_flight)
             rules += [] if pattern is None else [("lattice", pattern)]
         rules += [*classic_rules(self.tables), *even_flows(self.tables)]

@@ -118,7 +118,7 @@ class RunningStatistics:
         state = []
         for module, key, _ in self._others:
             buffer = module._buffers.get(key)
-            state.append((0, 0) if buffer is None else (id(buffer), buffer._version))
+            state.append((0, 0) if buffer is None else (id(buffer), _version(buffer)))
         return state
 
     def _report(self, now: list[tuple[int, int]]) -> None:
@@ -189,15 +189,20 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    versions = [buffer._version for _, _, buffer, _ in saved]
+    versions = [_version(buffer) for _, _, buffer, _ in saved]
     try:
         yield
     finally:
         with torch.no_grad():
             for (registered, name, buffer, content), version in zip(saved, versions, strict=True):
-                if buffer._version != version or not torch.equal(buffer, content):
+                if _version(buffer) != version or not torch.equal(buffer, content):
                     buffer.copy_(content)
                 registered[name] = buffer
+
+
+def _version(buffer: Tensor) -> int:
+    """How often a buffer was written to in place, as far as that is counted: one made in inference mode has none."""
+    return 0 if buffer.is_inference() else buffer._version
 
 
 def _tracks(layer: _NormBase) -> bool:

@@ -81,8 +81,10 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
     A view of its memory where it is contiguous on the CPU, a copy otherwise.
     """
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if plain.numel() == 1:  # counts as contiguous whatever its stride, but cannot be viewed then
+        plain = plain.clone(memory_format=torch.contiguous_format)
+    return plain.view(torch.uint8).numpy().data
 
 
 # ------------------------------------------------------------------------------------------ writing

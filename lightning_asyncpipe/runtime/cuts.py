@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from lightning_asyncpipe.errors import CutError
+from lightning_asyncpipe.plan.balance import split
 from lightning_asyncpipe.runtime.candidates import PREFERENCE, Cut
 from lightning_asyncpipe.runtime.candidates import Candidates as Candidates
 from lightning_asyncpipe.runtime.candidates import find_cuts as find_cuts
-from lightning_asyncpipe.runtime.partition import split
 
 
 def choose_cuts(candidates: Candidates, num_stages: int, names: Sequence[str] | None = None) -> tuple[Cut, ...]:
@@ -81,6 +81,19 @@ def _reason(candidates: Candidates, time: int) -> str:
         if value == crossing[0]:
             return f"{described}; but {reason}"
     return f"{described}; but it is neither a result nor an argument of a call of a module there"
+
+
+def why_no_cut(candidates: Candidates, use: int) -> str:
+    """Why the step cannot be cut before an operation, in words.
+
+    Args:
+        candidates: all valid cuts.
+        use: time of the operation.
+    """
+    calls = [call for call in candidates.trace.calls if call.begin < use < call.end]
+    units = candidates.liveness.unit
+    outermost = [call for i, call in enumerate(candidates.trace.calls) if units[i] == i and call in calls]
+    return _reason(candidates, outermost[0].begin if outermost else use)
 
 
 def _too_few(candidates: Candidates, num_stages: int) -> str:

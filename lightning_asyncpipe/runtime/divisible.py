@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
+from lightning_asyncpipe._private import checkpoint_frames
 from lightning_asyncpipe.runtime.buffers import preserved_buffers
 from lightning_asyncpipe.runtime.program import StageProgram
 from lightning_asyncpipe.runtime.stages import StageForward, StageRunner, StageTask
+from lightning_asyncpipe.runtime.structure import tensors
 
 _COMPILED = "CompiledFunction"
 _ROUNDING = 8  # units in the last place that the largest entry of a gradient may be off
@@ -67,13 +70,33 @@ def _try(
                 made.root = loss(made.value)
             return made
 
-        first = forward()
+        with _CheckpointWatch() as watch:
+            first = forward()
         gradient = None if first.output is None else torch.ones_like(first.output)
         whole = [runner.backward(first, gradient), *_taken(parameters)]
-        if not first.recomputed and _same(whole, _in_halves(runner, forward(), gradient, parameters)):
+        again = watch.found or first.recomputed
+        if not again and _same(whole, _in_halves(runner, forward(), gradient, parameters)):
             divisible.add(stage)
         activation = None if first.output is None else first.output.requires_grad_(first.requires_grad)
     return frozenset(divisible)
+
+
+class _CheckpointWatch(TorchFunctionMode):
+    """Notices activation checkpointing, also around functions that call no modules.
+
+    What a stage computes from the zeros that skipped modules return is not part of its backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.found and any(tensor.requires_grad for tensor in tensors((args, kwargs))):
+            self.found = bool(checkpoint_frames())
+        return func(*args, **(kwargs or {}))
 
 
 def _in_halves(

@@ -8,14 +8,14 @@ business of the :class:`Work` that it is given; when weights move is :class:`Wei
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from lightning_asyncpipe.errors import PipelineError, ScheduleError
+from lightning_asyncpipe.errors import ScheduleError
 from lightning_asyncpipe.plan.actions import Action, Kind
 from lightning_asyncpipe.plan.placement import Placement
 from lightning_asyncpipe.plan.schedule import Planner, SegmentPlan, SegmentSpec
@@ -25,7 +25,7 @@ from lightning_asyncpipe.runtime.channels import MessageKey, Transport
 from lightning_asyncpipe.runtime.exchange import WeightExchange
 from lightning_asyncpipe.runtime.stages import StageForward, StageRunner, StageTask
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
-from lightning_asyncpipe.runtime.standpoint import Standpoints, mismatch
+from lightning_asyncpipe.runtime.standpoint import Standpoints, explained, mismatch
 from lightning_asyncpipe.runtime.stash import WeightStash
 from lightning_asyncpipe.runtime.timeline import Ledger, Spent
 
@@ -42,7 +42,8 @@ class Work:
         early: entered around each forward that runs before the batch's own segment.
         finish: called with (micro-batch, value of the step) on the last stage; returns the scalar from which the
             backward starts.
-        recorded: called in the batch's own segment once its last stage has run on this rank for the last time.
+        passed: called with (micro-batch, stage) after each forward.
+        recorded: called in the batch's own segment once all its forwards on this rank have run.
         step: number of the optimizer step that the batch belongs to, for messages.
         serial: number of the batch in messages; given by the engine when the batch starts.
         batch_statistics: what running statistics (of a BatchNorm) saw, by micro-batch.
@@ -52,6 +53,7 @@ class Work:
     fingerprints: Sequence[int]
     finish: Callable[[int, Any], Tensor]
     early: Callable[[], AbstractContextManager[Any]] = nullcontext
+    passed: Callable[[int, int], None] = lambda microbatch, stage: None
     recorded: Callable[[], None] = lambda: None
     step: int = 0
     serial: int = -1
@@ -164,6 +166,8 @@ class Engine:
         self._carried, self._carry = (upcoming, plan.carry) if any(plan.carry) else (None, ())
         if self.stash is not None:
             self.stash.rotate()
+        if self.runner.copies is not None:
+            self.runner.copies.clear()
         self.ledger.tick()
         return plan
 
@@ -181,12 +185,11 @@ class Engine:
                 current.recorded()
 
     def _last_record(self, plan: SegmentPlan) -> int:
-        """Where this device runs the last stage of the segment's own batch for the last time, -1 if it does not."""
-        last = self.placement.num_stages - 1
+        """Where this device runs a forward of the segment's own batch for the last time, -1 if it runs none."""
         runs = [
             position
             for position, action in enumerate(plan.actions[self.device])
-            if action.kind is Kind.FORWARD and action.stage == last and not action.ahead
+            if action.kind is Kind.FORWARD and not action.ahead
         ]
         return runs[-1] if runs else -1
 
@@ -215,6 +218,11 @@ class Engine:
         """The optimizer has stepped."""
         self.weights.stepped()
 
+    def skipped(self) -> None:
+        """The optimizer has skipped its step, on every rank: no weight has changed, and no update is to go by."""
+        if self.stash is not None:
+            self.stash.flush()
+
     def settle(self) -> None:
         """Bring every replica of every stage up to date now; every rank has to call it at the same point."""
         if self.standpoints is not None:
@@ -224,6 +232,8 @@ class Engine:
                 # A number that no batch has: weights sent here are never taken for those that a batch begins with.
                 self.weights.settle(-1 - self._serial)
             self._serial += 1
+            if self.runner.copies is not None:
+                self.runner.copies.clear()
             for stage in self.placement.hosted(self.device):
                 self.staleness.updated(stage)
         if self.stash is not None:
@@ -279,18 +289,8 @@ class Engine:
                 incoming[peer] = items
         return incoming
 
-    @contextmanager
-    def _receiving(self) -> Iterator[None]:
-        """Around what waits for messages: that one comes which is not the expected one may be due to the data."""
-        try:
-            yield
-        except PipelineError as error:
-            if self.standpoints is None or type(error) is not PipelineError:
-                raise
-            cause = self.standpoints.explain()
-            if cause is None:
-                raise
-            raise cause from None
+    def _receiving(self) -> AbstractContextManager[None]:
+        return explained(self.standpoints)
 
     @staticmethod
     def _key_of_send(action: Action, work: Work) -> MessageKey:
@@ -328,6 +328,7 @@ class Engine:
             forward = self.runner.forward(stage, work.tasks[index], activation, leaves)
             if stage == self.placement.num_stages - 1:
                 forward.root = work.finish(index, forward.value)
+            work.passed(index, stage)
         self.ledger.add(Spent.FORWARD, started, action)
         work.batch_statistics.setdefault(index, []).extend(forward.buffer_records)
         version = self.staleness.forward(stage)
@@ -383,6 +384,8 @@ class Engine:
     def _update(self, stage: int) -> None:
         with self._receiving(), self.ledger.counting(Spent.WEIGHTS):
             self.weights.update(stage)
+        if self.runner.copies is not None:
+            self.runner.copies.forget(stage)
         self.staleness.updated(stage)
 
     def _compare_data(self, action: Action, work: Work, theirs: int) -> None:

@@ -359,7 +359,10 @@ def _update_with_tensor(digest: Any, tensor: Tensor) -> None:
         return  # cannot be split: such a batch is one micro-batch, told apart by its other tensors
     if tensor.numel() == 0:
         return
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.contiguous().reshape(-1)
+    if flat.numel() == 1:  # counts as contiguous whatever its stride, but cannot be viewed then
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    flat = flat.view(torch.uint8)
     if flat.device.type == "cpu":
         _update_with_bytes(digest, flat.numpy())
     elif flat.numel() <= _EXACT_BYTES:

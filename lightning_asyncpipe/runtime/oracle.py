@@ -96,6 +96,8 @@ class Oracle:
         self._carried, self._carry = (upcoming, plan.carry) if any(plan.carry) else (None, ())
         if self.stash is not None:
             self.stash.rotate()
+        if self.runner.copies is not None:
+            self.runner.copies.clear()
         return plan
 
     def _execute(self, action: Action, work: Work, stale: bool) -> bool:
@@ -121,6 +123,7 @@ class Oracle:
             forward = self.runner.forward(stage, work.tasks[index], activation, leaves)
             if stage == self._last_stage:
                 forward.root = work.finish(index, forward.value)
+            work.passed(index, stage)
         work.batch_statistics.setdefault(index, []).extend(forward.buffer_records)
         self._forwards[key] = (forward, self.staleness.forward(stage), leaves)
         return True
@@ -174,6 +177,11 @@ class Oracle:
     def stepped(self) -> None:
         """The optimizer has stepped."""
         self._updated = True
+
+    def skipped(self) -> None:
+        """As :meth:`Engine.skipped`."""
+        if self.stash is not None:
+            self.stash.flush()
 
     def settle(self) -> None:
         """Count the new version now; there are no replicas to bring up to date."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,26 @@ Context = Callable[[], AbstractContextManager[Any]]
 _SPREAD = 10.0  # how many times the difference of two ordinary runs a run in stages may differ
 
 
+class Observed(NamedTuple):
+    """What a step returned, and what it said besides.
+
+    Attributes:
+        said: tensors by what they are (values that it logged, by name), each list in order. A stage in the middle of
+            the step sees only what is said in it: the last stage has the last ones of each list.
+        value: what it returned.
+    """
+
+    said: dict[str, list[Tensor]]
+    value: Any
+
+    def compared(self, whole: Observed) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors of this run of the last stage, and those of a whole run that they must be equal to."""
+        keys = [key for key, found in self.said.items() if found and key in whole.said]
+        made = [tensor for key in keys for tensor in self.said[key]]
+        expected = [tensor for key in keys for tensor in whole.said[key][-len(self.said[key]) :]]
+        return [*made, *tensors(self.value)], [*expected, *tensors(whole.value)]
+
+
 def loss_of(value: Any) -> Tensor:
     """The loss in what a step returned: a tensor, or ``value["loss"]``."""
     loss = value["loss"] if isinstance(value, Mapping) else value
@@ -45,6 +65,7 @@ class _Ordinary:
     boundaries: list[Tensor]
     results: list[Tensor]
     gradients: dict[str, Tensor]
+    value: Any = None
 
 
 class _Observation(ForwardRun):
@@ -83,7 +104,9 @@ class _Proof:
         task: StageTask,
         context: Context,
         loss: Callable[[Any], Tensor] | None,
+        grad: bool = True,
     ) -> None:
+        self.grad = grad
         self.model = model
         self.program = program
         self.step = step
@@ -98,6 +121,7 @@ class _Proof:
             run = _Observation(runner, StageForward(0, self.task), self.program.cuts)
             forward = runner.execute(run)
             results = [tensor.detach().clone() for tensor in tensors(forward.value)]
+            said = forward.value if isinstance(forward.value, Observed) else None
             if self.loss is not None:
                 forward.root = self.loss(forward.value)
                 runner.backward(forward)
@@ -108,7 +132,7 @@ class _Proof:
                     "instead."
                 )
             boundaries = [run.seen[i] for i in range(len(self.program.cuts))]
-            return _Ordinary(boundaries, results, self._take_gradients())
+            return _Ordinary(boundaries, results, self._take_gradients(), said)
 
     def differences(self, ordinary: _Ordinary, again: _Ordinary | None = None) -> dict[int, str]:
         """What differs when each stage starts from what the ordinary run had at its cut, by stage.
@@ -132,8 +156,11 @@ class _Proof:
                 except Exception as error:
                     found[stage] = f"it fails with {type(error).__name__}: {error}"
                     continue
-                made = tensors(forward.value) if stage == last else [forward.output]
+                made: list[Any] = tensors(forward.value) if stage == last else [forward.output]
                 expected, other = (_outputs(run, stage, last) for run in (ordinary, again or ordinary))
+                if isinstance(forward.value, Observed):
+                    made, expected = forward.value.compared(ordinary.value)
+                    _, other = forward.value.compared((again or ordinary).value)
                 if len(made) != len(expected) or not all(
                     _same(x, y, z) for x, y, z in zip(made, expected, other, strict=True)
                 ):
@@ -179,7 +206,7 @@ class _Proof:
 
     @contextmanager
     def _runner(self, program: StageProgram) -> Iterator[StageRunner]:
-        runner = StageRunner(self.model, program, self.step, self.context)
+        runner = StageRunner(self.model, program, self.step, self.context, grad=self.grad)
         try:
             yield runner
         finally:
@@ -224,6 +251,7 @@ def prove(
     task: StageTask,
     context: Context = nullcontext,
     loss: Callable[[Any], Tensor] | None = loss_of,
+    grad: bool = True,
 ) -> None:
     """Run all stages of a program in this process and compare with an ordinary run.
 
@@ -240,11 +268,12 @@ def prove(
         context: as for :class:`StageRunner`.
         loss: gives the loss from what the step returns; None: compare the forward only, which needs no more memory than
             a stage.
+        grad: whether forwards record a graph.
 
     Raises:
         CutError: something differs; the message says at which cut.
     """
-    proof = _Proof(model, program, step, task, context, loss)
+    proof = _Proof(model, program, step, task, context, loss, grad)
     with proof.preserved():
         ordinary = proof.ordinary()
         found = proof.differences(ordinary)
@@ -266,6 +295,7 @@ def confirm(
     step: Callable[..., Any],
     task: StageTask,
     context: Context = nullcontext,
+    grad: bool = True,
 ) -> Candidates:
     """Leave out the valid cuts at which a run in stages gives other results.
 
@@ -274,11 +304,11 @@ def confirm(
 
     Args:
         candidates: from :func:`find_cuts`.
-        model, step, task, context: as for :func:`prove`.
+        model, step, task, context, grad: as for :func:`prove`.
     """
     without: set[tuple[int, Way]] = set()
     while candidates.cuts:
-        proof = _Proof(model, build_program(candidates, candidates.cuts), step, task, context, None)
+        proof = _Proof(model, build_program(candidates, candidates.cuts), step, task, context, None, grad)
         with proof.preserved():
             ordinary = proof.ordinary()
             found = proof.differences(ordinary)
@@ -302,13 +332,14 @@ def proven_program(
     names: Sequence[str] | None = None,
     context: Context = nullcontext,
     loss: Callable[[Any], Tensor] | None = None,
+    grad: bool = True,
 ) -> StageProgram:
     """Choose cuts, prove them, and where that fails choose again among those that work.
 
     Args:
         candidates: from :func:`find_cuts`.
         num_stages: number of stages.
-        model, step, task, context, loss: as for :func:`prove`.
+        model, step, task, context, loss, grad: as for :func:`prove`.
         names: as for :func:`choose_cuts`; cuts that the user names are not replaced.
 
     Raises:
@@ -316,13 +347,13 @@ def proven_program(
     """
     program = build_program(candidates, choose_cuts(candidates, num_stages, names))
     try:
-        prove(model, program, step, task, context, loss)
+        prove(model, program, step, task, context, loss, grad)
     except CutError:
         if names is not None:
             raise
-        candidates = confirm(candidates, model, step, task, context)
+        candidates = confirm(candidates, model, step, task, context, grad)
         program = build_program(candidates, choose_cuts(candidates, num_stages))
-        prove(model, program, step, task, context, loss)
+        prove(model, program, step, task, context, loss, grad)
     return program
 
 

@@ -31,8 +31,21 @@ from lightning_asyncpipe.runtime.hollow import is_hollow as is_hollow
 from lightning_asyncpipe.runtime.program import StageProgram
 from lightning_asyncpipe.runtime.randomness import RandomStreams, digest
 from lightning_asyncpipe.runtime.shapes import SkippedCalls
+from lightning_asyncpipe.runtime.weight_copies import WeightCopies
 
 _START = digest("start")
+
+
+_running: list[ForwardRun | Recomputation] = []
+
+
+def within_stage() -> bool:
+    """Whether the code that runs now belongs to the stage that is running, or to no stage at all.
+
+    A stage also runs the code around the calls before it, on zeros: what that logs, say, is not to be believed.
+    """
+    active = _running[-1] if _running else None
+    return not isinstance(active, ForwardRun) or (active.entered and active.captured is None)
 
 
 @dataclass
@@ -100,7 +113,10 @@ class StageRunner:
         program: what each stage does.
         step: usually ``model.training_step``.
         context: entered around each forward alone, for example autocast.
-        statistics: staging of running statistics; made here if None.
+        statistics: staging of running statistics; made here if None, and then closed with the runner.
+        grad: whether forwards record a graph; without, they run in whatever mode is on around them.
+        copies: low-precision copies of weights that forwards share; None where there is no autocast.
+        loss_scale: given the scalar from which a backward starts, the gradient that it starts with; 1 if None.
 
     Attributes:
         in_halves: the stages whose backwards can be run in two halves, see ``halves``; none to begin with.
@@ -113,15 +129,22 @@ class StageRunner:
         step: Callable[..., Any],
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         statistics: RunningStatistics | None = None,
+        grad: bool = True,
+        copies: WeightCopies | None = None,
+        loss_scale: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.model = model
         self.program = program
         self.statistics = RunningStatistics(model) if statistics is None else statistics
+        self._owns_statistics = statistics is None
+        self._grad = grad
         self.skipped = SkippedCalls()
         self.random = RandomStreams(program.random)
+        self.copies = copies
         self.in_halves: frozenset[int] = frozenset()
         self._step = step
         self._context = context
+        self._loss_scale = loss_scale
         self._active: ForwardRun | Recomputation | None = None
         self._plans: dict[int, dict[str, list[CallPlan | None]]] = {}
         self._slots: dict[Tensor, list[tuple[Any, Any]]] = {}
@@ -141,7 +164,8 @@ class StageRunner:
         """Stop intercepting calls."""
         for interception in reversed(self._interceptions):
             interception.remove()
-        self.statistics.close()
+        if self._owns_statistics:
+            self.statistics.close()
 
     def _around(self, name: str, module: nn.Module) -> Callable[[CallImpl], CallImpl]:
         def wrap(call: CallImpl) -> CallImpl:
@@ -201,7 +225,7 @@ class StageRunner:
         with self._action(run, task, _START, result._weights):
             self.statistics.begin()
             try:
-                with torch.enable_grad(), self._context():
+                with torch.set_grad_enabled(self._grad), self._context(), self._sharing(result):
                     result.value = self._step(*task.arguments, **task.kwargs)
             except StageExit as signal:
                 # The frames hold the step's variables and, in generators, hooks on saved tensors: free them now.
@@ -221,7 +245,7 @@ class StageRunner:
         Returns:
             The gradient of the received activation; None where there is none.
         """
-        root, leaf = self._begin_backward(forward, gradient)
+        root, gradient, leaf = self._begin_backward(forward, gradient)
         if root is None:
             return None
         with self._backward_action(forward):
@@ -235,7 +259,7 @@ class StageRunner:
         """
         if forward.stage not in self.in_halves:
             return self.backward(forward, gradient)
-        root, leaf = self._begin_backward(forward, gradient)
+        root, gradient, leaf = self._begin_backward(forward, gradient)
         if root is None:
             return None
         if leaf is None or not leaf.requires_grad:
@@ -252,14 +276,18 @@ class StageRunner:
             with self._backward_action(forward):
                 second_half.run()
 
-    def _begin_backward(self, forward: StageForward, gradient: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Where the backward starts, None if there is nothing to do, and the received activation."""
+    def _begin_backward(
+        self, forward: StageForward, gradient: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Where the backward starts (None: nowhere), with which gradient, and the received activation."""
         root, leaf = forward.root, forward.leaf
         forward.root = forward.leaf = None
         last = forward.stage == self.program.num_stages - 1
         if root is None or not root.requires_grad or (gradient is None and not last):
-            return None, None
-        return root, leaf
+            return None, None, None
+        if last and self._loss_scale is not None:
+            gradient = self._loss_scale(root)
+        return root, gradient, leaf
 
     @contextmanager
     def _backward_action(self, forward: StageForward) -> Iterator[None]:
@@ -285,7 +313,11 @@ class StageRunner:
         try:
             with nullcontext() if not weights else self._substituted(weights):
                 self._active = active
-                yield
+                _running.append(active)
+                try:
+                    yield
+                finally:
+                    _running.pop()
         finally:
             self._active = None
             self.random.end()
@@ -303,12 +335,15 @@ class StageRunner:
             for container, key, parameter in replaced:
                 container[key] = parameter
 
+    def _sharing(self, result: StageForward) -> AbstractContextManager[None]:
+        return nullcontext() if self.copies is None else self.copies.shared(result.stage, result._weights)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let calls pass through, as they do outside stages."""
         active, self._active = self._active, None
         try:
-            with self.statistics.paused():
+            with self.statistics.paused(), nullcontext() if self.copies is None else self.copies.paused():
                 yield
         finally:
             self._active = active

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
-from lightning_asyncpipe.errors import DataMismatchError
+from lightning_asyncpipe.errors import DataMismatchError, PipelineError
 from lightning_asyncpipe.runtime.cpplog import quiet_torch
 
 _STILL = 1.0  # seconds after which a rank that has not moved says where it stands
@@ -172,3 +173,17 @@ class Standpoints:
                     return
             except (RuntimeError, ValueError):
                 return  # the store is gone: the run has ended
+
+
+@contextmanager
+def explained(standpoints: Standpoints | None) -> Iterator[None]:
+    """Around what waits for messages: that one comes which is not the expected one may be due to the data."""
+    try:
+        yield
+    except PipelineError as error:
+        if standpoints is None or type(error) is not PipelineError:
+            raise
+        cause = standpoints.explain()
+        if cause is None:
+            raise
+        raise cause from None

@@ -358,6 +358,7 @@ def trace_step(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ignored: Iterable[Tensor] = (),
     compute: bool = True,
+    grad: bool = True,
 ) -> Trace:
     """Run `step` once on one micro-batch and record it.
 
@@ -366,7 +367,7 @@ def trace_step(
 
     Args:
         model: the module whose submodules' calls are recorded, and whose parameters are followed.
-        step: usually ``model.training_step``; run with gradients enabled.
+        step: usually ``model.training_step``.
         arguments: positional arguments of the step.
         kwargs: keyword arguments of the step.
         context: entered around the step, for example autocast; its cache of casted weights is switched off, since a
@@ -374,6 +375,7 @@ def trace_step(
         ignored: tensors whose content does not matter to the step's results.
         compute: False: follow shapes only, without memory and without computing. For a step that looks at values of
             tensors, that fails; attributes are then what they were before.
+        grad: whether the step runs with gradients enabled.
     """
     recorder = _Recorder(dict(model.named_parameters()), ignored)
     opaque: list[str] = []
@@ -393,7 +395,7 @@ def trace_step(
                 stack.callback(intercept(module, recorder.around(name)).remove)
         stack.enter_context(preserved_state())
         watch = Watch()
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(context())
         torch.set_autocast_cache_enabled(False)
         stack.callback(torch.set_autocast_cache_enabled, cached)

@@ -7,8 +7,10 @@ import inspect
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_asyncpipe._private import patched_total_norm, preserve_versions
+from lightning_asyncpipe._private import overflow_checks, preserve_versions, rerouted, total_norm_rerouted
 from lightning_asyncpipe.integration import internals
 
 
@@ -36,14 +38,70 @@ def test_a_write_outside_is_still_caught():
 
 
 def test_clipping_asks_for_the_norm_where_it_is_replaced():
-    from torch.nn.utils import clip_grad_norm_
+    from torch.nn.utils import clip_grad_norm_, get_total_norm
 
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.full((2,), 3.0)
-    with patched_total_norm(lambda *args, local, **kwargs: torch.tensor(6.0)):
+    seen = []
+
+    def norm(*args, local, **kwargs):
+        seen.append(float(local(*args, **kwargs)))
+        return torch.tensor(6.0)
+
+    with total_norm_rerouted(norm):
         assert clip_grad_norm_([weight], 3.0) == 6.0
-    assert weight.grad == pytest.approx(torch.full((2,), 1.5))
+        assert weight.grad == pytest.approx(torch.full((2,), 1.5))
+        assert get_total_norm([weight.grad]) == 6.0
+    assert seen == pytest.approx([18**0.5, 4.5**0.5])
     assert clip_grad_norm_([weight], 10.0) == pytest.approx(4.5**0.5)
+    assert get_total_norm([weight.grad]) == pytest.approx(4.5**0.5)
+
+
+def test_a_function_is_rerouted_under_every_name_and_restored_when_its_target_raises():
+    from lightning.pytorch.utilities import grad_norm
+    from lightning.pytorch.utilities.grads import grad_norm as by_another_name
+
+    def raising(module, norm_type, group_separator="/", *, local):
+        raise ZeroDivisionError(sorted(local(module, norm_type, group_separator)))
+
+    module = torch.nn.Linear(1, 1)
+    module.weight.grad = torch.ones(1, 1)
+    before = grad_norm(module, 2)
+    assert before
+    with rerouted(grad_norm, raising), pytest.raises(ZeroDivisionError, match=r"grad_2.0_norm\|weight"):
+        by_another_name(module, 2, group_separator="|")
+    assert by_another_name(module, 2) == before
+    with rerouted(grad_norm, lambda *args, local: 1), rerouted(grad_norm, lambda *args, local: local(*args) + 1):
+        assert grad_norm(module, 2) == 2
+    assert grad_norm(module, 2) == before
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("owns", [False, True])
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_scaler_acts_on_what_all_ranks_have_found(fused, owns, overflow):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    if not owns:
+        optimizer.param_groups[0]["params"].clear()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    weight.grad = torch.full((2,), 8.0)
+    found = []
+
+    def agree(own):
+        found.append(own)
+        return torch.tensor(float(overflow))
+
+    with overflow_checks(scaler, agree):
+        if not fused:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert found == [torch.zeros(()) if owns else None]
+    assert scaler.get_scale() == (2.0 if overflow else 4.0)
+    assert torch.equal(weight.detach(), torch.ones(2)) == (overflow or not owns)
+    assert not {"unscale_", "_check_inf_per_device"} & vars(scaler).keys()
 
 
 def test_the_loop_asks_for_termination_where_it_is_replaced(trainer):
@@ -80,3 +138,22 @@ def test_random_states_can_be_collected_and_set():
     first = torch.rand(3)
     internals.set_random_states(states)
     assert torch.equal(torch.rand(3), first)
+
+
+def test_loaders_are_resumed_where_the_look_ahead_does_it(trainer):
+    loop = type(trainer.fit_loop)
+    source = inspect.getsource(loop.setup_data)
+    assert source.index("self._load_combined_loader_states()") < source.index("iter(self._data_fetcher)")
+    assert 'state_dict.get("combined_loader", [])' in inspect.getsource(loop.on_load_checkpoint)
+    assert "not self.trainer.fit_loop.is_resuming" in inspect.getsource(type(trainer.fit_loop.epoch_loop).on_run_start)
+    assert loop.restarting.fset is not None
+    assert {"restarted_on_epoch_end"} <= set(dir(trainer.fit_loop))
+    assert {"restarted_on_last"} <= set(dir(trainer.fit_loop.epoch_loop))
+
+
+def test_a_writer_that_wraps_another_gets_ours_unless_it_has_one():
+    own, default = TorchCheckpointIO(), TorchCheckpointIO()
+    assert internals.io_or_default(None, lambda: default) is default
+    assert internals.io_or_default(own, lambda: default) is own
+    assert internals.io_or_default(AsyncCheckpointIO(), lambda: default).checkpoint_io is default
+    assert internals.io_or_default(AsyncCheckpointIO(own), lambda: default).checkpoint_io is own

@@ -242,7 +242,8 @@ def _children() -> list[psutil.Process]:
         child
         for child in psutil.Process().children()
         if child.status() != psutil.STATUS_ZOMBIE
-        and "resource_tracker" not in " ".join(child.cmdline())  # lives as long as pytest
+        # These live as long as pytest.
+        and not any(name in " ".join(child.cmdline()) for name in ("resource_tracker", "forkserver"))
     ]
 
 

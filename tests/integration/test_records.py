@@ -277,9 +277,11 @@ def test_wrong_arguments_raise_what_they_raise_on_one_device(log: Log) -> None:
     assert str(raised.value).startswith(start)
 
 
-@pytest.mark.parametrize("metric", [MeanMetric(), MetricCollection([MeanMetric()])])
-def test_metric_objects_are_refused_with_what_to_do(metric: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"'acc'.*Log the number"):
+@pytest.mark.parametrize(
+    ("metric", "advice"), [(MeanMetric(), "no attribute of the module"), (MetricCollection([MeanMetric()]), "log_dict")]
+)
+def test_metrics_that_no_rank_could_find_are_refused_with_what_to_do(metric: Any, advice: str) -> None:
+    with pytest.raises(MisconfigurationException, match=f"'acc'.*{advice}"):
         quiet_trainer(InMicroBatches()).fit(Model(lambda m, b: m.log("acc", metric)))
 
 
@@ -289,9 +291,9 @@ def test_nothing_is_recorded_on_a_barebones_trainer() -> None:
     trainer.fit(Model(lambda module, batch: module.log("x", "never looked at")))
 
 
-def test_stages_that_are_not_the_last_record_nothing_and_look_at_nothing() -> None:
+def test_calls_that_do_not_count_are_not_looked_at() -> None:
     module = Model(nothing)
-    recorder = Recorder(4, keep=False)
+    recorder = Recorder(4, keep=lambda: False)
     with recorder.recording(module):
         module.log("x", "not a value")
         module.log_dict({"a": object()})

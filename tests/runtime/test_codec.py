@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from lightning_asyncpipe.runtime import codec
 from lightning_asyncpipe.runtime.codec import decode, encode
+from lightning_asyncpipe.runtime.microbatch import fingerprint
 from tests.runtime.processes import run_ranks
 
 SCALARS = (
@@ -73,6 +74,12 @@ def test_views_conjugates_and_parameters_are_sent_by_value() -> None:
     assert received[1].item() == 1 - 2j
     assert type(received[2]) is torch.Tensor
     assert not received[2].requires_grad
+
+
+def test_tensors_of_one_element_with_an_odd_stride_are_like_others() -> None:
+    column = torch.arange(6.0).view(2, 3)[:, 1]
+    assert torch.equal(decode(encode(column[:1])), torch.tensor([1.0]))
+    assert fingerprint(column[:1]) == fingerprint(torch.tensor([1.0]))
 
 
 def test_decoded_tensors_can_be_written_to() -> None:

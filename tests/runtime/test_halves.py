@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpipe.runtime.divisible import divisible_stages
 from lightning_asyncpipe.runtime.halves import input_gradient
@@ -246,6 +247,24 @@ def test_checkpointed_stages_are_not(how):
     checkpointed = {i for i, names in enumerate(program.parameters) if any("blocks" in name for name in names)}
     assert checkpointed
     assert not found & checkpointed
+
+
+class CheckpointedFunctions(Chain):
+    """Checkpointing around a function, after the first layer."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            x = checkpoint(lambda x: x.tanh() * 2, x, use_reentrant=False) if index == 0 else x.tanh()
+        return x
+
+
+def test_a_stage_with_a_checkpointed_function_is_not():
+    torch.manual_seed(0)
+    model, batch = CheckpointedFunctions(), vectors()
+    program = program_for(model, 3, batch, 0, cuts=["layers.1", "layers.2"])
+    task = StageTask((batch, 0))
+    assert len(divisible_stages(model, program, model.training_step, task, nullcontext, loss_of)) == 2
 
 
 def test_a_stage_with_a_hook_that_would_fire_twice_is_not():

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.format_utils
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_asyncpipe import _private
 from lightning_asyncpipe.runtime.hollow import hollow, is_hollow
+from lightning_asyncpipe.runtime.shards import PartReader, write_index, write_part
 
 
 def test_calls_of_modules_can_be_intercepted() -> None:
@@ -126,3 +128,30 @@ def test_a_hollow_parameter_is_the_same_object_with_no_memory() -> None:
         assert parameter.untyped_storage().nbytes() <= 6
         parameter.data = torch.ones(shape, dtype=torch.bfloat16)
         assert not is_hollow(parameter)
+
+
+def test_function_transforms_are_noticed() -> None:
+    seen = []
+
+    def inner(x: Tensor) -> Tensor:
+        seen.append(_private.in_function_transform())
+        return x.sum()
+
+    for function in (inner, torch.func.vmap(inner), torch.func.grad(inner)):
+        function(torch.ones(2))
+    assert seen == [False, True, True]
+    assert not _private.in_function_transform()
+
+
+def test_the_index_of_a_checkpoint_is_made_of_what_its_reader_knows(tmp_path) -> None:
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones((), dtype=torch.bfloat16), "empty": torch.ones(0)}
+    write_index([write_part(tensors, tmp_path, 3)], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".metadata", "__3_0.distcp"]
+    reader = PartReader(tmp_path)
+    found = {name: reader.empty(name) for name in tensors}
+    reader.read(found)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    torch.distributed.checkpoint.format_utils.dcp_to_torch_save(tmp_path, tmp_path / "by torch")
+    assert torch.equal(torch.load(tmp_path / "by torch", weights_only=True)["a"], tensors["a"])

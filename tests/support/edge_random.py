@@ -109,7 +109,8 @@ class RemembersMasks(Regression):
         super().__init__()
         self.net = CheckpointedTower(inside)
         for block in self.net.blocks:
-            block.body = nn.Sequential(nn.Linear(WIDTH, 16), RememberedDropout(), nn.Linear(16, WIDTH))
+            # So wide that no two masks are equal by chance.
+            block.body = nn.Sequential(nn.Linear(WIDTH, 128), RememberedDropout(), nn.Linear(128, WIDTH))
 
     def on_train_start(self) -> None:
         RememberedDropout.masks.clear()

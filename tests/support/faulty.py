@@ -144,10 +144,14 @@ class Raises(Regression):
         return super().training_step(batch, batch_idx)
 
 
+def is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Dies(Regression):
     """A rank ends in mid-step, by default because it is killed."""
 
-    def __init__(self, rank: int, end: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)) -> None:
+    def __init__(self, rank: int, end: Callable[[], None] = is_killed) -> None:
         super().__init__()
         self.rank, self.end = rank, end
 
@@ -156,6 +160,15 @@ class Dies(Regression):
             happens()
             self.end()
         return super().training_step(batch, batch_idx)
+
+
+class ClipsAlone(Regression):
+    """Clips on one rank, where all have to."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if rank() == 0 and self.global_step == 4:
+            happens()
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
 
 class Slow(Regression):
@@ -279,6 +292,7 @@ FAULTS: dict[str, Fault] = {
     "different modules": Fault(OtherOnEachRank),
     "rank 0 is killed": Fault(lambda: Dies(0)),
     "rank 1 is killed": Fault(lambda: Dies(1), ranks=3),
+    "rank 0 clips alone": Fault(ClipsAlone),
     "rank 1 leaves without a word": Fault(lambda: Dies(1, lambda: os._exit(0)), ranks=3),
     "rank 1 calls sys.exit": Fault(lambda: Dies(1, lambda: sys.exit(3))),
     "ctrl-c": Fault(Slow, lambda: batches(10_000), send=(signal.SIGINT, "all")),

@@ -30,7 +30,8 @@ def fit(
     devices: int = 1,
     **trainer_arguments: Any,
 ) -> tuple[pl.Trainer, list[float]]:
-    """Train `module` on a loader; returns the trainer and the loss of every batch."""
+    """Train `module` on a loader, from `ckpt_path` if given; returns the trainer and the loss of every batch."""
+    loading = {key: trainer_arguments.pop(key) for key in ("ckpt_path", "weights_only") if key in trainer_arguments}
     losses = Losses()
     arguments: dict[str, Any] = {
         "max_epochs": 1,
@@ -47,7 +48,7 @@ def fit(
     }
     callbacks = [losses, *arguments.pop("callbacks", [])]
     trainer = pl.Trainer(strategy=strategy, callbacks=callbacks, **arguments)
-    trainer.fit(module, batches)
+    trainer.fit(module, batches, **loading)
     return trainer, losses.values
 
 

@@ -18,12 +18,13 @@ from tests.support.edge_basics import WIDTH, Points, Regression, Tower, shuffled
 from tests.support.edge_data import DATA
 from tests.support.edge_hooks import HOOKS, Logs
 from tests.support.edge_models import MODELS, NormTower
+from tests.support.edge_norms import NORMS
 from tests.support.edge_random import RANDOM
 from tests.support.edge_transformers import TRANSFORMERS
 from tests.support.edges import STAGES, How, Observed, Scenario, observe, run, train
 from tests.support.fit import fit
 
-SCENARIOS = {**DATA, **MODELS, **RANDOM, **TRANSFORMERS, **HOOKS}
+SCENARIOS = {**DATA, **MODELS, **RANDOM, **TRANSFORMERS, **HOOKS, **NORMS}
 OTHER_SEED = 77
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asyncpipe.runtime.partition import split
+from lightning_asyncpipe.plan.balance import split
 
 
 def stages(costs: list[float], messages: list[float], cuts: tuple[int, ...]) -> list[float]:

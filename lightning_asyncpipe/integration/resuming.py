@@ -1,0 +1,126 @@
+"""What a checkpoint of this strategy holds beside what every checkpoint of Lightning holds: its randomness.
+
+A resumed training must draw the numbers that it would have drawn had it not been interrupted. The randomness of steps
+is a function of the seed, so the seed is saved. Loaders and hooks draw from the global generators, so their states are
+saved; where a batch was already fetched that has not been trained, also those from before it was, since it is fetched
+again. Shuffling loaders may have generators of their own.
+
+All of it lies under one key, as tensors and plain values, which one device ignores and ``weights_only`` loading allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from lightning_asyncpipe.errors import CheckpointError
+from lightning_asyncpipe.integration import internals
+
+KEY = "async_multipipe"
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """Random states at the time of a save.
+
+    Attributes:
+        seed: of the randomness of steps.
+        states: of the global generators.
+        before_next: those from before the batch was fetched that waits to be trained; None if none waits.
+        generators: states of the loaders' own generators, in the order of :func:`own_generators`.
+    """
+
+    seed: int
+    states: dict[str, Any] = field(repr=False)
+    before_next: dict[str, Any] | None = field(repr=False)
+    generators: list[Tensor] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+        return {
+            "seed": self.seed,
+            "random_states": _plain(self.states),
+            "before_next_batch": None if self.before_next is None else _plain(self.before_next),
+            "generators": self.generators,
+        }
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any]) -> Randomness | None:
+        """What a checkpoint holds; None if it is one of another strategy.
+
+        Raises:
+            CheckpointError: it is not what :meth:`to_dict` gives.
+        """
+        saved = checkpoint.get(KEY)
+        if saved is None:
+            return None
+        try:
+            before = saved["before_next_batch"]
+            return cls(
+                int(saved["seed"]),
+                _with_arrays(saved["random_states"]),
+                None if before is None else _with_arrays(before),
+                list(saved["generators"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"the entry {KEY!r} of the checkpoint is not what this version of lightning-asyncpipe writes "
+                f"({error!r}): delete the entry to go on with fresh random states, or resume with the version that "
+                "wrote it"
+            ) from error
+
+
+def own_generators(loaders: Iterable[object]) -> list[Generator]:
+    """The generators that loaders and their samplers draw from, each once."""
+    found: dict[int, Generator] = {}
+    for loader in loaders:
+        for owner in _with_samplers(loader):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, Generator):
+                found.setdefault(id(generator), generator)
+    return list(found.values())
+
+
+def generator_states(loaders: Iterable[object]) -> list[Tensor]:
+    """States of :func:`own_generators`."""
+    return [generator.get_state() for generator in own_generators(loaders)]
+
+
+def set_generator_states(loaders: Iterable[object], states: list[Tensor]) -> None:
+    """Set what :func:`generator_states` gave, unless the loaders are others by now."""
+    generators = own_generators(loaders)
+    if len(generators) == len(states):
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _with_samplers(loader: object) -> Iterator[object]:
+    yield loader
+    for name in ("sampler", "batch_sampler"):
+        sampler = getattr(loader, name, None)
+        yield sampler
+        yield getattr(sampler, "sampler", None)
+
+
+def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Random states without numpy's arrays, which `weights_only` loading refuses."""
+    plain = dict(states)
+    if "numpy" in plain:
+        kind, twister, *rest = plain["numpy"]
+        plain["numpy"] = [kind, torch.from_numpy(twister.astype("int64")), *rest]
+    return plain
+
+
+def _with_arrays(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`_plain`."""
+    known = internals.collect_random_states()
+    full = {name: state for name, state in states.items() if name in known}
+    if "numpy" in full:
+        kind, twister, *rest = full["numpy"]
+        full["numpy"] = (kind, twister.numpy().astype("uint32"), *rest)
+    _ = full["torch"], full["python"]
+    return full
