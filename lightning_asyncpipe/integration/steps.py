@@ -156,7 +156,9 @@ class TrainingSteps:
             self.termination.agreed()
         self._commit_statistics(current)
         with self._trainer.precision_plugin.train_step_context():  # it may set the default type of tensors
-            return self._call.conclude(current, joined(records), self._world)
+            returned = self._call.conclude(current, joined(records), self._world)
+        current.release()
+        return returned
 
     def _begin_agreement(self, current: Work, upcoming: Work | None) -> None:
         records, stop = self._call.take(current), (self.termination.pending, bool(self._trainer.should_stop))
@@ -176,6 +178,7 @@ class TrainingSteps:
     def _forget(self, work: Work) -> None:
         self._executor.drop_carry()
         self._call.forget(work)
+        work.release()
 
     def _next(self, extra: tuple[Any, ...], index: int) -> tuple[Any, Work] | None:
         if not self._look_ahead or (self._max_staleness == 0 and self.ends_window):

@@ -59,6 +59,13 @@ class Work:
     serial: int = -1
     batch_statistics: dict[int, list[BufferRecord]] = field(default_factory=dict)
 
+    def release(self) -> None:
+        """Let go of the data, and of the callables, which refer back to this: reference counts then free the batch."""
+        self.tasks = ()
+        self.finish = lambda microbatch, value: value
+        self.passed = lambda microbatch, stage: None
+        self.recorded = lambda: None
+
     @property
     def digest(self) -> int:
         """One number for the data of all micro-batches."""
