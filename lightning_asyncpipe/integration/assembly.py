@@ -29,8 +29,8 @@ from lightning_asyncpipe.integration.metric_states import LocalMetrics
 from lightning_asyncpipe.integration.partitioning import (
     STALENESS_TOLERANCE,
     Partition,
+    PartitionMaker,
     announce,
-    make_partition,
     measure_link,
     way_of,
 )
@@ -51,6 +51,7 @@ from lightning_asyncpipe.runtime.hollow import hollow
 from lightning_asyncpipe.runtime.ownership import Ownership, ParameterInfo, assign
 from lightning_asyncpipe.runtime.program import StageProgram
 from lightning_asyncpipe.runtime.stages import StageRunner, StageTask
+from lightning_asyncpipe.runtime.staleness import share_and_largest
 from lightning_asyncpipe.runtime.trace import trace_step
 
 if TYPE_CHECKING:
@@ -141,8 +142,7 @@ class Assembly:
                 "lags": [[lag, count] for (_, lag), count in sorted(mine.counts.items())],
             }
         )
-        lags = [(lag, count) for part in parts for lag, count in part["lags"]]
-        total = sum(count for _, count in lags)
+        stale_share, max_staleness = share_and_largest((lag, n) for part in parts for lag, n in part["lags"])
         return {
             "utilisation": sum(part["utilisation"] for part in parts) / len(parts),
             "time_shares": {
@@ -151,8 +151,8 @@ class Assembly:
             "steps": self.steps.count,
             "microbatches": mine.microbatches,
             "stale_microbatches": mine.stale_microbatches,
-            "stale_share": sum(count for lag, count in lags if lag) / total if total else 0.0,
-            "max_staleness": max((lag for lag, count in lags if count), default=0),
+            "stale_share": stale_share,
+            "max_staleness": max_staleness,
         }
 
     def close(self, restore: bool) -> None:
@@ -437,9 +437,10 @@ def _cut(
         return found
 
     samples = part.size, sum(each.size for each in parts)
-    partition = make_partition(
+    maker = PartitionMaker(
         strategy, find_cuts(trace), module, call, StageTask(arguments), samples, look_ahead, link, in_halves
     )
+    partition = maker.make()
     gc.collect()  # what the runs made is held by cycles
     return partition
 

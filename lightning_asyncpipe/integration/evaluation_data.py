@@ -23,10 +23,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_asyncpipe.integration.fetcher import return_unchanged_once
+from lightning_asyncpipe.integration.preparation import pass_through, prepare
 
 Loop = _EvaluationLoop | _PredictionLoop
 
@@ -83,7 +82,7 @@ class EvaluationFetcher(_PrefetchDataFetcher):
             self.done = self.fetched >= self.length
         if self._prepared:
             self._prepared -= 1
-            self._pass_through(item.batch)
+            pass_through(self._trainer, item.batch)
         return item
 
     def reset(self) -> None:
@@ -104,19 +103,6 @@ class EvaluationFetcher(_PrefetchDataFetcher):
         finally:
             self._stop_profiler()
         return True
-
-    def _pass_through(self, batch: Any) -> None:
-        trainer = self._trainer
-        return_unchanged_once(trainer.precision_plugin, "convert_input", batch)
-        return_unchanged_once(trainer.lightning_module, "_on_before_batch_transfer", batch)
-        return_unchanged_once(trainer.strategy, "batch_to_device", batch)
-
-
-def prepare(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
-    """What the loops do with a batch before they give it to the step."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
-    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
 
 
 class _Ahead:

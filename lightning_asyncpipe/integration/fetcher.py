@@ -18,7 +18,7 @@ Everything private that it uses was checked on Lightning 2.6.6.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,11 +31,11 @@ from lightning.pytorch.loops.fetchers import (
     _PrefetchDataFetcher,
 )
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from lightning_asyncpipe.integration import internals
+from lightning_asyncpipe.integration.preparation import pass_through, prepare
 from lightning_asyncpipe.integration.resuming import (
     Randomness,
     generator_states,
@@ -159,7 +159,7 @@ class LookAheadFetcher(_PrefetchDataFetcher):
                 self._exhausted = True
                 return None
         with torch.enable_grad():  # as where the loop does this
-            batch = self._prepare(self._waiting.batch)
+            batch = prepare(self._trainer, self._waiting.batch, dataloader_idx=0)
         self._waiting = self._waiting._replace(batch=batch)  # the raw one is not needed any more
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         last = self.length is not None and self.fetched + 1 >= self.length
@@ -232,7 +232,7 @@ class LookAheadFetcher(_PrefetchDataFetcher):
         else:
             self._fetch_to_know_the_last()
         if peeked is not None:
-            self._pass_through(item.batch)
+            pass_through(self._trainer, item.batch)
         return item
 
     def reset(self) -> None:
@@ -270,42 +270,9 @@ class LookAheadFetcher(_PrefetchDataFetcher):
             steps += 1  # the batch in progress ends with a step
         return _is_max_limit_reached(steps, fit_loop.max_steps)
 
-    def _prepare(self, batch: Any) -> Any:
-        """What ``_TrainingEpochLoop.advance`` does with a batch before it trains on it."""
-        trainer = self._trainer
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
-
-    def _pass_through(self, batch: Any) -> None:
-        """Let the loop's own preparation of ``batch``, which follows at once, leave it as it is."""
-        trainer = self._trainer
-        return_unchanged_once(trainer.precision_plugin, "convert_input", batch)
-        return_unchanged_once(trainer.lightning_module, "_on_before_batch_transfer", batch)
-        return_unchanged_once(trainer.strategy, "batch_to_device", batch)
-
 
 def _sources(combined_loader: CombinedLoader) -> Iterator[object]:
     """The loaders, and the data sets that they read."""
     for loader in combined_loader.flattened:
         yield loader
         yield getattr(loader, "dataset", None)
-
-
-def return_unchanged_once(owner: Any, name: str, batch: Any) -> None:
-    """Make the next call of ``owner.name`` return its argument if that is ``batch``.
-
-    The method is replaced for this one call only, so that nothing stays on the user's objects.
-    """
-    attributes: dict[str, Any] = vars(owner)
-    replaced = name in attributes
-    method: Callable[..., Any] = getattr(owner, name)
-
-    def once(data: Any, *args: Any, **kwargs: Any) -> Any:
-        if replaced:
-            attributes[name] = method
-        else:
-            attributes.pop(name, None)
-        return data if data is batch else method(data, *args, **kwargs)
-
-    attributes[name] = once

@@ -148,20 +148,11 @@ def way_of(strategy: AsyncMultiPipeStrategy) -> Way:
     return "profile" if way == "profile" else "operations"
 
 
-def make_partition(
-    strategy: AsyncMultiPipeStrategy,
-    candidates: Candidates,
-    module: nn.Module,
-    call: StepCall,
-    task: StageTask,
-    samples: tuple[int, int],
-    look_ahead: bool,
-    link: Link | None,
-    in_halves: Halves,
-) -> Partition:
-    """Decide, on rank 0.
+@dataclass(eq=False)
+class PartitionMaker:
+    """Decides, on rank 0, how the model is cut and placed.
 
-    Args:
+    Attributes:
         strategy: what the user asked for.
         candidates: the places to cut.
         module: the user's module.
@@ -171,42 +162,30 @@ def make_partition(
         look_ahead: whether batches may be looked at before their own step begins.
         link: messages between devices, if they were measured.
         in_halves: the stages of a program whose backwards can be run in halves, if they should be.
-
-    Raises:
-        CutError: the model cannot be cut as asked.
-        ValueError: a plan is for something else, or nothing fits the memory.
     """
-    maker = _Maker(strategy, candidates, module, call, task, samples, look_ahead, link, in_halves)
-    return maker.make()
 
+    strategy: AsyncMultiPipeStrategy
+    candidates: Candidates
+    module: nn.Module
+    call: StepCall
+    task: StageTask
+    samples: tuple[int, int]
+    look_ahead: bool
+    link: Link | None
+    in_halves: Halves
 
-class _Maker:
-    def __init__(
-        self,
-        strategy: AsyncMultiPipeStrategy,
-        candidates: Candidates,
-        module: nn.Module,
-        call: StepCall,
-        task: StageTask,
-        samples: tuple[int, int],
-        look_ahead: bool,
-        link: Link | None,
-        in_halves: Halves,
-    ) -> None:
-        self.strategy = strategy
-        self.candidates = candidates
-        self.module = module
-        self.call = call
-        self.task = task
-        self.samples = samples
-        self.look_ahead = look_ahead
-        self.link = link
-        self.in_halves = in_halves
-        self.context = strategy.precision_plugin.train_step_context
-        self.names = None if isinstance(strategy.cuts, str) else list(strategy.cuts)
-        self.geometry = strategy.geometry
+    def __post_init__(self) -> None:
+        self.context = self.strategy.precision_plugin.train_step_context
+        self.names = None if isinstance(self.strategy.cuts, str) else list(self.strategy.cuts)
+        self.geometry = self.strategy.geometry
 
     def make(self) -> Partition:
+        """The plan.
+
+        Raises:
+            CutError: the model cannot be cut as asked.
+            ValueError: a plan is for something else, or nothing fits the memory.
+        """
         if self.strategy.plan is not None:
             return self.from_file(self.strategy.plan)
         if way_of(self.strategy) == "profile":

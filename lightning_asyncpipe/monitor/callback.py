@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_asyncpipe.monitor.picture import draw
 from lightning_asyncpipe.monitor.timeline import from_messages, to_message, write_trace
 from lightning_asyncpipe.runtime import microbatch
+from lightning_asyncpipe.runtime.staleness import share_and_largest
 from lightning_asyncpipe.runtime.timeline import COMPUTE, Ledger
 
 if TYPE_CHECKING:
@@ -94,16 +95,14 @@ class PipelineMonitor(pl.Callback):
             spent.value: (seconds - self._before[spent.value]) / wall if wall else 0.0
             for spent, seconds in ledger.seconds.items()
         }
-        counts = strategy.staleness_counts()
         mine = {
             "shares": shares,
-            "stale": sum(count for (_, lag), count in counts.items() if lag),
-            "forwards": sum(counts.values()),
-            "lag": max((lag for (_, lag), count in counts.items() if count), default=0),
+            "lags": [[lag, count] for (_, lag), count in strategy.staleness_counts().items()],
             "memory": _peak_memory(strategy.root_device),
         }
         ranks = strategy.all_gather_objects(mine)
         mean = {name: sum(rank["shares"][name] for rank in ranks) / len(ranks) for name in shares}
+        stale_share, max_staleness = share_and_largest((lag, n) for rank in ranks for lag, n in rank["lags"])
         utilisation = sum(mean[spent.value] for spent in COMPUTE)
         seconds = time.perf_counter() - self._since
         times = {
@@ -113,8 +112,8 @@ class PipelineMonitor(pl.Callback):
         }
         return {
             **(times if wall else {}),  # one process that stands for all devices has no idle time to tell of
-            "stale_share": sum(rank["stale"] for rank in ranks) / max(1, sum(rank["forwards"] for rank in ranks)),
-            "max_staleness": float(max(rank["lag"] for rank in ranks)),
+            "stale_share": stale_share,
+            "max_staleness": float(max_staleness),
             "samples_per_second": self._samples * strategy.geometry.replicas / seconds,
             "peak_memory_gb": max(rank["memory"] for rank in ranks) / 1e9,
         }

@@ -7,8 +7,8 @@ of a whole backward to the last bit, or, where parts of a gradient are added up 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_asyncpipe._private import checkpoint_frames
 from lightning_asyncpipe.runtime.buffers import preserved_buffers
+from lightning_asyncpipe.runtime.gradients import preserved_gradients, take_gradients
 from lightning_asyncpipe.runtime.program import StageProgram
 from lightning_asyncpipe.runtime.stages import StageForward, StageRunner, StageTask
 from lightning_asyncpipe.runtime.structure import tensors
@@ -48,8 +49,9 @@ def divisible_stages(
     """
     runner = StageRunner(model, program, step, context)
     try:
-        with _preserved(model):
-            return _try(runner, task, dict(model.named_parameters()), loss)
+        parameters = dict(model.named_parameters())
+        with preserved_gradients(parameters.values()), preserved_buffers(model):
+            return _try(runner, task, parameters, loss)
     finally:
         runner.close()
 
@@ -73,7 +75,7 @@ def _try(
         with _CheckpointWatch() as watch:
             first = forward()
         gradient = None if first.output is None else torch.ones_like(first.output)
-        whole = [runner.backward(first, gradient), *_taken(parameters)]
+        whole = [runner.backward(first, gradient), *_gradients(parameters)]
         again = watch.found or first.recomputed
         if not again and _same(whole, _in_halves(runner, forward(), gradient, parameters)):
             divisible.add(stage)
@@ -113,16 +115,14 @@ def _in_halves(
     except RuntimeError:  # such as a graph that cannot be walked in parts
         return []
     finally:
-        gradients = _taken(parameters)
+        gradients = _gradients(parameters)
         runner.in_halves = frozenset()
     return [entry, *gradients]
 
 
-def _taken(parameters: Mapping[str, Parameter]) -> list[Tensor | None]:
-    gradients = [parameter.grad for parameter in parameters.values()]
-    for parameter in parameters.values():
-        parameter.grad = None
-    return gradients
+def _gradients(parameters: Mapping[str, Parameter]) -> list[Tensor | None]:
+    found = take_gradients(parameters)
+    return [found.get(name) for name in parameters]
 
 
 def _same(whole: list[Tensor | None], halves: list[Tensor | None]) -> bool:
@@ -139,16 +139,3 @@ def _same(whole: list[Tensor | None], halves: list[Tensor | None]) -> bool:
             if not bool((made - expected).abs().max() <= allowed):
                 return False
     return True
-
-
-@contextmanager
-def _preserved(model: nn.Module) -> Iterator[None]:
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with preserved_buffers(model):
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient

@@ -80,6 +80,28 @@ class GradientAccumulator:
         self._sums.clear()
 
 
+@contextmanager
+def preserved_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """The parameters have no gradients in here, and afterwards those that they had before."""
+    saved = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in saved:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in saved:
+            parameter.grad = gradient
+
+
+def take_gradients(parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+    """The gradients of the parameters that have one, by name; afterwards they have none."""
+    found = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            found[name], parameter.grad = parameter.grad, None
+    return found
+
+
 def pack_gradients(
     accumulator: GradientAccumulator,
     names: Sequence[str],

@@ -22,6 +22,7 @@ from lightning_asyncpipe.runtime.buffers import preserved_buffers
 from lightning_asyncpipe.runtime.calls import ForwardRun
 from lightning_asyncpipe.runtime.candidates import Candidates, Cut, Way, find_cuts
 from lightning_asyncpipe.runtime.cuts import choose_cuts
+from lightning_asyncpipe.runtime.gradients import preserved_gradients, take_gradients
 from lightning_asyncpipe.runtime.program import StageProgram, build_program
 from lightning_asyncpipe.runtime.stages import StageForward, StageRunner, StageTask
 from lightning_asyncpipe.runtime.structure import leaf_at, tensors
@@ -132,7 +133,7 @@ class _Proof:
                     "instead."
                 )
             boundaries = [run.seen[i] for i in range(len(self.program.cuts))]
-            return _Ordinary(boundaries, results, self._take_gradients(), said)
+            return _Ordinary(boundaries, results, take_gradients(self.parameters), said)
 
     def differences(self, ordinary: _Ordinary, again: _Ordinary | None = None) -> dict[int, str]:
         """What differs when each stage starts from what the ordinary run had at its cut, by stage.
@@ -184,7 +185,7 @@ class _Proof:
         absent: Sequence[Mapping[Parameter, Tensor]],
         found: dict[int, str],
     ) -> None:
-        gradients = self._take_gradients()
+        gradients = take_gradients(self.parameters)
         if self.loss is None or found:
             return
         names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -215,15 +216,8 @@ class _Proof:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Buffers and gradients are what they were afterwards."""
-        gradients = [(parameter, parameter.grad) for parameter in self.parameters.values()]
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        try:
-            with preserved_buffers(self.model):
-                yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+        with preserved_gradients(self.parameters.values()), preserved_buffers(self.model):
+            yield
 
     def _absent(self, stage: int) -> dict[Parameter, Tensor]:
         """Zeros for the parameters that a stage does not have."""
@@ -235,13 +229,6 @@ class _Proof:
             for name, parameter in self.parameters.items()
             if name not in names
         }
-
-    def _take_gradients(self) -> dict[str, Tensor]:
-        found = {}
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                found[name], parameter.grad = parameter.grad, None
-        return found
 
 
 def prove(

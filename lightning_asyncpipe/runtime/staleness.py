@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from lightning_asyncpipe.errors import ScheduleError
 from lightning_asyncpipe.plan.schedule import SegmentPlan
@@ -55,13 +56,14 @@ class StalenessCounter:
         if plan.spec.updated:
             self.stale_microbatches += sum(1 for stages in plan.spec.carried if stages)
 
-    @property
-    def stale_share(self) -> float:
-        """Share of this rank's stage forwards whose backward met a newer version."""
-        total = sum(self.counts.values())
-        return sum(n for (_, lag), n in self.counts.items() if lag) / total if total else 0.0
 
-    @property
-    def largest(self) -> int:
-        """The largest lag seen."""
-        return max((lag for (_, lag), n in self.counts.items() if n), default=0)
+def share_and_largest(lags: Iterable[tuple[int, int]]) -> tuple[float, int]:
+    """The share of stage forwards whose backward met a newer version, and the largest lag in updates.
+
+    Args:
+        lags: pairs of a lag and how often it was seen, of any stages and ranks; a lag may come several times.
+    """
+    seen = [(lag, count) for lag, count in lags if count]
+    total = sum(count for _, count in seen)
+    stale = sum(count for lag, count in seen if lag)
+    return (stale / total if total else 0.0), max((lag for lag, _ in seen), default=0)
