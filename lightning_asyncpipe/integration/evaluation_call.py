@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_asyncpipe.integration.growth import GrowthWatch
 from lightning_asyncpipe.integration.messages import pack, unpack
-from lightning_asyncpipe.integration.metric_states import MetricUpdate, MetricWatch
+from lightning_asyncpipe.integration.metric_states import MetricUpdate, MetricWatch, pack_updates, unpack_updates
 from lightning_asyncpipe.integration.records import LogCall, MicroBatchRecord, Recorder
 from lightning_asyncpipe.runtime import microbatch
 from lightning_asyncpipe.runtime.proof import Observed
@@ -53,13 +53,7 @@ class Said:
             [tuple(call) for call in self.calls],
             [float(value) for value in self.values],
             [float(size) for size in self.batch_sizes],
-            [
-                {
-                    path: pack(update.to_list(), f"what `{step}` gives to the metric `{path}`")
-                    for path, update in part.items()
-                }
-                for part in self.metrics
-            ],
+            [pack_updates(part, step) for part in self.metrics],
             {name: pack(tail, f"what `{step}` appends to `self.{name}`") for name, tail in self.grown.items()},
         ]
 
@@ -72,10 +66,7 @@ class Said:
             tuple(LogCall(*call) for call in calls),
             values,
             batch_sizes,
-            [
-                {path: MetricUpdate.from_list(unpack(update, device)) for path, update in part.items()}
-                for part in metrics
-            ],
+            [unpack_updates(part, device) for part in metrics],
             {name: unpack(tail, device) for name, tail in grown.items()},
         )
 
@@ -168,5 +159,4 @@ class EvaluationCall:
 
     def append(self, grown: dict[str, list[Any]]) -> None:
         """Append to the module's lists what a batch appended."""
-        for name, tail in grown.items():
-            vars(self._module).setdefault(name, []).extend(tail)
+        self._growth.append(grown)

@@ -7,7 +7,7 @@ step sets are named in a warning: the step runs once for each micro-batch and st
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -85,8 +85,12 @@ class GrowthWatch:
     def commit(self, outputs: Iterable[MicroBatchOutput]) -> None:
         """Append what a batch's micro-batches appended, in the order given."""
         for output in outputs:
-            for name, tail in output.grown.items():
-                vars(self._module).setdefault(name, []).extend(tail)
+            self.append(output.grown)
+
+    def append(self, grown: Mapping[str, list[Any]]) -> None:
+        """Append to the module's lists, by attribute."""
+        for name, tail in grown.items():
+            vars(self._module).setdefault(name, []).extend(tail)
 
     def _name_changes(self, before: dict[str, Any]) -> None:
         """Warn of attributes that were set, and of dicts that grew, each once."""

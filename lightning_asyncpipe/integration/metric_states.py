@@ -13,7 +13,7 @@ travels, and every rank calls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration import internals
+from lightning_asyncpipe.integration.messages import pack, unpack
 from lightning_asyncpipe.integration.outputs import detached
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.runtime.stages import within_stage
@@ -61,6 +62,18 @@ class MetricUpdate:
         """The update that :meth:`to_list` gave."""
         count, state, calls, valued, reset = data
         return cls(count, state, [(method, tuple(args), kwargs) for method, args, kwargs in calls], valued, reset)
+
+
+def pack_updates(updates: Mapping[str, MetricUpdate], step: str) -> dict[str, Any]:
+    """What a step gave to metrics, by path, in types that travel; :func:`unpack_updates` is the inverse."""
+    return {
+        path: pack(update.to_list(), f"what `{step}` gives to the metric `{path}`") for path, update in updates.items()
+    }
+
+
+def unpack_updates(packed: Mapping[str, Any], device: torch.device) -> dict[str, MetricUpdate]:
+    """What :func:`pack_updates` was called on, its tensors on a device."""
+    return {path: MetricUpdate.from_list(unpack(update, device)) for path, update in packed.items()}
 
 
 class _Touched:

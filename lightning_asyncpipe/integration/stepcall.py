@@ -18,8 +18,7 @@ from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration import outputs
 from lightning_asyncpipe.integration.evaluation_call import said_tensors
 from lightning_asyncpipe.integration.growth import GrowthWatch
-from lightning_asyncpipe.integration.messages import pack, unpack
-from lightning_asyncpipe.integration.metric_states import LocalMetrics, MetricUpdate, MetricWatch
+from lightning_asyncpipe.integration.metric_states import LocalMetrics, MetricWatch, pack_updates, unpack_updates
 from lightning_asyncpipe.integration.outputs import MicroBatchOutput
 from lightning_asyncpipe.integration.records import MicroBatchRecord, Recorder, merge, replay
 from lightning_asyncpipe.integration.world import World
@@ -98,10 +97,7 @@ class StepCall:
         if output is None and not self._recorder.calls and not updates:
             return
         if updates:
-            packed = {
-                path: pack(update.to_list(), f"what `training_step` gives to the metric `{path}`")
-                for path, update in updates.items()
-            }
+            packed = pack_updates(updates, "training_step")
             self._updates.setdefault(id(work), []).append([replica, index, stage, packed])
         loss = 0.0 if output is None else output.loss
         extra = output is not None and output.needs_exchange
@@ -144,10 +140,7 @@ class StepCall:
     def _apply(self, given: list[list[list[Any]]], records: Sequence[MicroBatchRecord]) -> None:
         """Give every rank's metrics what the micro-batches gave, in their order."""
         parts = sorted((part for parts in given for part in parts), key=lambda part: part[:3])
-        updates = [
-            {path: MetricUpdate.from_list(unpack(update, self._module.device)) for path, update in part[3].items()}
-            for part in parts
-        ]
+        updates = [unpack_updates(part[3], self._module.device) for part in parts]
         for path in {path for part in updates for path in part}:
             self._local.complete(self._metrics.metric(path))
         calls = [call for record in records for call in record.calls]
