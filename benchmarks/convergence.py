@@ -3,16 +3,23 @@
 
 Every run is one process that executes the schedule of D devices on one copy of the weights (``ReferenceStrategy``), so
 nothing but the numerics differs. ``synchronous`` (``max_staleness=0``) is, to rounding, one device that accumulates the
-same micro-batches; the other columns are named after what the strategy is given. A cell is the mean over seeds, in per
-cent of the synchronous loss of the same seed, and the spread between the seeds; "stale" is the share of stage
-forwards whose backward met newer weights.
+same micro-batches, whatever D and M: it is run once for them all. The other columns are named after what the strategy
+is given, and after the methods of ``rivals.py``. A cell is the mean over seeds, in per cent of the synchronous loss of
+the same seed, and half the range of the seeds; "stale" is the share of stage forwards whose backward met newer weights,
+"time" that of a step against a synchronous one, simulated (a backward takes two forwards, a message .05 of one).
 
     python benchmarks/convergence.py --tasks gpt --optimizers adamw --factors 1 4 --seeds 0 1 2
+
+Trainings run in an order in which the most telling ones come first. With ``--output results.jsonl`` each is written
+down when it ends, those that are there already are not run again, and the table is of all that the file holds of what
+was asked for. So a large table can be made in parts: ``--minutes`` ends a part, ``--minutes 0`` prints the table alone.
+Muon takes matrices only: all other weights stay as they begin, and the convolutional network has no Muon.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import logging
@@ -20,11 +27,12 @@ import math
 import os
 import statistics
 import sys
+import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +43,31 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import rivals
 from train_gpt import GPT, RandomCrops, standard_library_files
 
 from lightning_asyncpipe import ReferenceStrategy
+from lightning_asyncpipe.plan.costs import Costs
+from lightning_asyncpipe.plan.geometry import resolve
+from lightning_asyncpipe.plan.schedule import Planner, SegmentPlan, SegmentSpec
+from lightning_asyncpipe.plan.simulator import simulate
 
-BATCH = 16  # samples a step
+BATCH = 16  # samples a step, unless there are more micro-batches
 VALIDATION = 512  # samples
 LENGTH = 64  # bytes of a text
 MASK, MASKED = 0, 0.15  # the byte that hides another one, and the share that is hidden
 SIDE, CLASSES = 16, 10  # of an image, of a classification
 
 MODES: dict[str, dict[str, Any]] = {
+    "one device": {},
     "synchronous": {"max_staleness": 0},
     "none": {"staleness_correction": "none"},
     "stash": {"weight_stash": True},
     "extrapolate": {"staleness_correction": "extrapolate"},
+    "predict": {"staleness_correction": "predict"},
 }
+DEFAULT = "predict"
+OPTIMIZERS = ("adamw", "sgd", "muon")
 
 
 # --- tasks: a model whose children are called one after the other, and data ---
@@ -158,10 +175,13 @@ class Task:
     rates: dict[str, tuple[float, float]]
 
 
+MUON = (0.01, 0.04)
 TASKS = {
-    "gpt": Task(lambda: GPT(64, 8, 4, LENGTH), language, {"adamw": (2e-3, 6e-3), "sgd": (0.1, 0.4)}),
-    "bert": Task(Encoder, masked_language, {"adamw": (1e-3, 3e-3), "sgd": (0.05, 0.2)}),
-    "vit": Task(VisionTransformer, pictures, {"adamw": (1e-3, 4e-3), "sgd": (0.05, 0.2)}),
+    "gpt": Task(
+        lambda: GPT(64, 8, 4, LENGTH), language, {"adamw": (2e-3, 6e-3), "sgd": (0.1, 0.4), "muon": (0.01, 0.04)}
+    ),
+    "bert": Task(Encoder, masked_language, {"adamw": (1e-3, 3e-3), "sgd": (0.05, 0.2), "muon": (0.01, 0.04)}),
+    "vit": Task(VisionTransformer, pictures, {"adamw": (1e-3, 4e-3), "sgd": (0.05, 0.2), "muon": (0.01, 0.04)}),
     "cnn": Task(ConvolutionalNetwork, pictures, {"adamw": (3e-3, 1.2e-2), "sgd": (0.05, 0.2)}),
 }
 
@@ -169,9 +189,12 @@ TASKS = {
 class Trained(L.LightningModule):
     """A task's model with its loss and one optimizer: a linear warm-up, then a cosine down to a tenth."""
 
-    def __init__(self, model: nn.Module, optimizer: str, rate: float, steps: int) -> None:
+    def __init__(self, model: nn.Module, optimizer: str, rate: float, steps: int, mode: str) -> None:
         super().__init__()
-        self.model, self.optimizer, self.rate, self.steps = model, optimizer, rate, steps
+        self.model, self.optimizer, self.rate, self.steps, self.mode = model, optimizer, rate, steps, mode
+        if optimizer == "muon":
+            for parameter in model.parameters():
+                parameter.requires_grad_(parameter.ndim == 2)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         inputs, targets = batch
@@ -182,11 +205,15 @@ class Trained(L.LightningModule):
         return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer: torch.optim.Optimizer
         if self.optimizer == "sgd":
-            optimizer = torch.optim.SGD(self.parameters(), lr=self.rate, momentum=0.9)
+            optimizer = torch.optim.SGD(trained, lr=self.rate, momentum=0.9)
+        elif self.optimizer == "muon":
+            optimizer = torch.optim.Muon(trained, lr=self.rate, weight_decay=0.01)
         else:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, betas=(0.9, 0.95))
+            changed = rivals.optimizer(self.mode, trained, self.rate)
+            optimizer = changed or torch.optim.AdamW(trained, lr=self.rate, betas=rivals.BETAS)
         warmup = max(1, self.steps // 5)
 
         def factor(step: int) -> float:
@@ -213,6 +240,17 @@ class Case:
     seed: int
     steps: int
 
+    @property
+    def batch(self) -> int:
+        """Samples a step."""
+        return max(BATCH, self.factor * self.devices)
+
+    def shared(self) -> Case:
+        """The case that is run for this one: without early forwards, numbers of devices make no difference."""
+        if self.mode in ("one device", *(mode for mode in (MODES | rivals.MODES) if mode.startswith("synchronous"))):
+            return replace(self, devices=4, factor=self.batch // 4 if self.batch > BATCH else 1)
+        return self
+
 
 def train(case: Case) -> dict[str, float]:
     """The validation loss after the training, and the share of stale forwards."""
@@ -221,13 +259,13 @@ def train(case: Case) -> dict[str, float]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     task = TASKS[case.task]
     L.seed_everything(case.seed, verbose=False)
-    module = Trained(task.model(), case.optimizer, task.rates[case.optimizer][case.high], case.steps)
-    microbatches = case.factor * case.devices
-    if microbatches > BATCH:
-        raise ValueError(f"{microbatches} micro-batches of a batch of {BATCH} samples")
-    strategy = ReferenceStrategy(case.devices, num_microbatches=microbatches, **MODES[case.mode])
+    rate = task.rates[case.optimizer][case.high]
+    module = Trained(task.model(), case.optimizer, rate, case.steps, case.mode)
+    emulated = rivals.STRATEGIES.get(case.mode, ReferenceStrategy)
+    options = {**MODES, **rivals.MODES}[case.mode]
+    strategy = emulated(case.devices, num_microbatches=case.factor * case.devices, **options)
     trainer = L.Trainer(
-        strategy=strategy,
+        strategy="auto" if case.mode == "one device" else strategy,
         devices=1,
         accelerator="cpu",
         max_steps=case.steps,
@@ -238,70 +276,123 @@ def train(case: Case) -> dict[str, float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = TensorDataset(*task.data(BATCH * case.steps, case.seed, False))
-    trainer.fit(module, DataLoader(data, BATCH))
+    data = TensorDataset(*task.data(case.batch * case.steps, case.seed, False))
+    trainer.fit(module, DataLoader(data, case.batch))
     module.eval()
     parts = DataLoader(TensorDataset(*task.data(VALIDATION, 1_000_003, True)), 64)
     with torch.no_grad():
         loss = statistics.fmean(float(module.loss(batch)) for batch in parts)
-    return {"loss": loss, "stale": float(strategy.statistics()["stale_share"])}
+    return {"loss": loss, "stale": float(strategy.statistics().get("stale_share", 0.0))}
 
 
-def table(results: dict[Case, dict[str, float]], modes: list[str]) -> str:
+def step_time(devices: int, microbatches: int, synchronous: bool) -> float:
+    """Of a step after several equal ones, simulated, in forwards of a stage."""
+    geometry = resolve(devices, devices, "auto", microbatches, "auto", 1, True)
+    costs = Costs.uniform(devices, message=0.05)
+    planner = Planner(geometry.placement, geometry.max_in_flight, costs, True, tolerance=0.01)
+    segments: list[SegmentPlan] = []
+    for index in range(8):
+        carried = segments[-1].carry if segments and any(segments[-1].carry) else ()
+        ahead = 0 if synchronous else microbatches
+        segments.append(planner.segment(SegmentSpec(microbatches, ahead, carried, updated=index > 0)))
+    return simulate(geometry.placement, segments, costs).time_per_segment(4)
+
+
+def table(cases: Iterable[Case], results: dict[Case, dict[str, float]], modes: list[str]) -> str:
     """One row for each task, optimizer, learning rate, number of devices and of micro-batches."""
     rows: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for case, found in results.items():
+    for case in cases:
+        found, reference = results.get(case.shared()), results.get(replace(case, mode="synchronous").shared())
+        if found is None or reference is None:
+            continue
         row = rows[case.task, case.optimizer, case.high, case.devices, case.factor]
-        synchronous = next(
-            other["loss"]
-            for same, other in results.items()
-            if asdict(same) | {"mode": case.mode} == asdict(case) and same.mode == "synchronous"
-        )
-        row[case.mode].append(found["loss"] if case.mode == "synchronous" else 100 * (found["loss"] / synchronous - 1))
-        if case.mode == "none":
+        loss = found["loss"]
+        row[case.mode].append(loss if case.mode == "synchronous" else 100 * (loss / reference["loss"] - 1))
+        if found["stale"]:
             row["stale"].append(found["stale"])
-    head = f"{'':<30}{'synchronous':>13}" + "".join(f"{mode:>20}" for mode in modes if mode != "synchronous")
-    lines = [head + f"{'stale':>8}"]
-    for (name, optimizer, high, devices, factor), cells in rows.items():
+    columns = [mode for mode in modes if mode != "synchronous"]
+    lines = [f"{'':<30}{'synchronous':>13}" + "".join(f"{mode:>28}" for mode in columns) + f"{'stale':>8}{'time':>6}"]
+    for (name, optimizer, high, devices, factor), cells in sorted(rows.items()):
         rate = "high" if high else "ordinary"
-        line = (
-            f"{f'{name} {optimizer} {rate} D={devices} M={factor}D':<30}{statistics.fmean(cells['synchronous']):>13.4f}"
-        )
-        for mode in modes:
-            if mode != "synchronous":
-                values = cells[mode]
-                spread = (max(values) - min(values)) / 2
-                line += f"{statistics.fmean(values):>+10.2f} % ± {spread:<5.2f}"
-        lines.append(line + (f"{statistics.fmean(cells['stale']):>7.1%}" if cells["stale"] else ""))
+        line = f"{f'{name} {optimizer} {rate} D={devices} M={factor}D':<30}"
+        line += f"{statistics.fmean(cells['synchronous']):>13.4f}"
+        for mode in columns:
+            values = cells[mode]
+            spread = (max(values) - min(values)) / 2 if values else 0.0
+            line += f"{statistics.fmean(values):>+18.2f} % ± {spread:<5.2f}" if values else f"{'-':>28}"
+        line += f"{statistics.fmean(cells['stale']):>8.1%}" if cells["stale"] else f"{'':>8}"
+        lines.append(line + f"{_time_share(devices, factor * devices):>6.2f}")
     return "\n".join(lines)
+
+
+@functools.cache
+def _time_share(devices: int, microbatches: int) -> float:
+    return step_time(devices, microbatches, False) / step_time(devices, microbatches, True)
+
+
+def in_order(cases: Iterable[Case]) -> list[Case]:
+    """The most telling ones first: the default against synchronous, few deviations from an ordinary case."""
+
+    def rank(case: Case) -> tuple[Any, ...]:
+        unusual = (case.optimizer != "adamw") + case.high + (case.factor > 1) + (case.devices > 4)
+        other = case.mode not in ("synchronous", DEFAULT)
+        return (2 * unusual + other + (2 * case.seed if unusual else 0), case.seed, unusual, case.devices, case.factor)
+
+    return sorted(cases, key=rank)
+
+
+def read(path: Path | None) -> dict[Case, dict[str, float]]:
+    """What a file of earlier trainings holds."""
+    if path is None or not path.exists():
+        return {}
+    found = {}
+    for entry in map(json.loads, path.read_text().splitlines()):
+        values = {key: entry.pop(key) for key in ("loss", "stale")}
+        found[Case(**entry)] = values
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Final losses of asynchronous against synchronous training.")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--optimizers", nargs="+", choices=["adamw", "sgd"], default=["adamw", "sgd"])
-    parser.add_argument("--rates", nargs="+", choices=["ordinary", "high"], default=["ordinary"])
-    parser.add_argument("--devices", nargs="+", type=int, default=[4])
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--rates", nargs="+", choices=["ordinary", "high"], default=["ordinary", "high"])
+    parser.add_argument("--devices", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--factors", nargs="+", type=int, default=[1, 2, 4], help="micro-batches a step, over devices")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=[*MODES, *rivals.MODES], default=list(MODES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="trainings at a time")
+    parser.add_argument("--output", type=Path, help="file of results, to which new ones are added")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no training after that time")
     args = parser.parse_args()
     modes = ["synchronous", *(mode for mode in args.modes if mode != "synchronous")]
-    cases = [
+    wanted = in_order(
         Case(task, optimizer, rate == "high", devices, factor, mode, seed, args.steps)
         for task, optimizer, rate, devices, factor, mode, seed in itertools.product(
             args.tasks, args.optimizers, args.rates, args.devices, args.factors, modes, args.seeds
         )
-        if devices * factor <= BATCH
-    ]
-    results = {}
+        if optimizer in TASKS[task].rates and (optimizer == "adamw" or mode in MODES)
+    )
+    results = read(args.output)
+    end = time.monotonic() + 60 * args.minutes
+    left = iter([case for case in dict.fromkeys(case.shared() for case in wanted) if case not in results])
     with ProcessPoolExecutor(args.processes) as pool:
-        for case, found in zip(cases, pool.map(train, cases), strict=True):
-            results[case] = found
-            print(json.dumps(asdict(case) | found), flush=True)
-    print(f"\n{table(results, modes)}")
+        running: dict[Future[dict[str, float]], Case] = {}
+        while True:
+            while len(running) < args.processes and time.monotonic() < end and (case := next(left, None)):
+                running[pool.submit(train, case)] = case
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                case = running.pop(future)
+                results[case] = future.result()
+                line = json.dumps(asdict(case) | results[case])
+                print(line, flush=True)
+                if args.output is not None:
+                    with args.output.open("a") as file:
+                        file.write(line + "\n")
+    print(f"\n{table(wanted, results, modes)}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ as behind an embedding, which costs the first device more than the same layer co
 
 Utilisation is micro-batches x 3 x forward time over the time from one optimizer step to the next,
 the median of the steps after the first ones. With ``--peers`` the schedules of
-``torch.distributed.pipelining`` are measured in the same run and put beside it.
+``torch.distributed.pipelining`` are measured in the same run and put beside it. With ``--repeats`` everything is run
+so often, in turn, and a cell is the smallest, the median and the largest. ``--timeline`` writes a
+trace and a picture of one step of each of the strategy's own runs to a directory.
 
     python benchmarks/emulated.py --devices 4 --microbatches 4 8 16 --forward-ms 20 --peers
 """
@@ -36,9 +38,14 @@ from peers import SAMPLES, SCHEDULES, WIDTH, Case, Row, SleepingLayer, measure_a
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_asyncpipe import AsyncMultiPipeStrategy
+from lightning_asyncpipe import AsyncMultiPipeStrategy, PipelineMonitor
 
 NAME = "async_multipipe"
+SETTINGS: dict[str, dict[str, Any]] = {
+    NAME: {},
+    f"{NAME}, stash": {"weight_stash": True},
+    f"{NAME}, synchronous": {"max_staleness": 0},
+}
 WARMUP = 4  # optimizer steps that are not measured
 
 
@@ -80,7 +87,7 @@ class SleepingModel(L.LightningModule):
         }
 
 
-def run_case(case: Case, pipelines: str, result: Path) -> None:
+def run_case(case: Case, pipelines: str, result: Path, timeline: Path | None) -> None:
     """Train in this process and its launcher's; rank 0 writes the seconds and the statistics."""
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
@@ -89,7 +96,9 @@ def run_case(case: Case, pipelines: str, result: Path) -> None:
         num_microbatches=case.microbatches,
         # Sleeping costs no floating-point operations, by which the model would be cut otherwise.
         cuts=[f"layers.{stage}" for stage in range(1, case.devices)],
+        **SETTINGS[case.schedule],
     )
+    monitor = PipelineMonitor(0, (WARMUP + case.steps - 1,), timeline, ("png", "svg"))
     trainer = L.Trainer(
         strategy=strategy,
         devices=case.devices,
@@ -100,6 +109,7 @@ def run_case(case: Case, pipelines: str, result: Path) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        callbacks=[monitor] if timeline is not None else [],
     )
     module = SleepingModel(case.devices, case.forward_seconds)
     batches = torch.zeros(SAMPLES * case.microbatches * (WARMUP + case.steps), WIDTH)
@@ -110,14 +120,16 @@ def run_case(case: Case, pipelines: str, result: Path) -> None:
         result.write_text(json.dumps({"seconds": seconds, "statistics": dict(strategy.statistics())}, default=str))
 
 
-def measure(case: Case, pipelines: str) -> tuple[Row, dict[str, Any]]:
+def measure(case: Case, pipelines: str, timeline: Path | None = None) -> tuple[Row, dict[str, Any]]:
     """The row of a case, and the strategy's own statistics, from processes of its own."""
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
         command = [sys.executable, os.fspath(Path(__file__).resolve())]
         command += ["--devices", str(case.devices), "--microbatches", str(case.microbatches)]
         command += ["--forward-ms", str(case.forward_seconds * 1e3), "--steps", str(case.steps)]
-        command += ["--pipelines", pipelines, "--result", os.fspath(result)]
+        command += ["--pipelines", pipelines, "--settings", case.schedule, "--result", os.fspath(result)]
+        if timeline is not None:
+            command += ["--timeline", os.fspath(timeline)]
         subprocess.run(command, check=True)
         measured = json.loads(result.read_text())
     return row(case, statistics.median(measured["seconds"])), measured["statistics"]
@@ -125,19 +137,29 @@ def measure(case: Case, pipelines: str) -> tuple[Row, dict[str, Any]]:
 
 def table(rows: Iterable[Row]) -> str:
     """Utilisation by schedule (down) and by number of micro-batches (across)."""
-    cells: dict[str, dict[int, float]] = defaultdict(dict)
+    cells: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for each in rows:
-        cells[each.schedule][each.microbatches] = each.utilisation
+        cells[each.schedule][each.microbatches].append(each.utilisation)
     columns = sorted({number for found in cells.values() for number in found})
-    lines = [f"{'':<24}" + "".join(f"{f'M={number}':>8}" for number in columns)]
+    width = 10 if all(len(values) == 1 for found in cells.values() for values in found.values()) else 22
+    lines = [f"{'':<30}" + "".join(f"{f'M={number}':>{width}}" for number in columns)]
     for name, found in cells.items():
-        values = (f"{found[n]:.3f}" if n in found else "-" for n in columns)
-        lines.append(f"{name:<24}" + "".join(f"{value:>8}" for value in values))
-    if NAME in cells and len(cells) > 1:
-        best = {n: max((found[n] for name, found in cells.items() if name != NAME and n in found)) for n in columns}
-        ratios = (f"{cells[NAME][n] / best[n]:.2f}" for n in columns)
-        lines.append(f"{'times the best peer':<24}" + "".join(f"{ratio:>8}" for ratio in ratios))
+        texts = (spread(found[n]) if n in found else "-" for n in columns)
+        lines.append(f"{name:<30}" + "".join(f"{text:>{width}}" for text in texts))
+    peers = [name for name in cells if name not in SETTINGS]
+    if NAME in cells and peers:
+        medians = {name: {n: statistics.median(values) for n, values in found.items()} for name, found in cells.items()}
+        best = {n: max(medians[name][n] for name in peers if n in medians[name]) for n in columns}
+        ratios = (f"{medians[NAME][n] / best[n]:.2f}" for n in columns)
+        lines.append(f"{'times the best peer':<30}" + "".join(f"{ratio:>{width}}" for ratio in ratios))
     return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    """The smallest, the median and the largest; the value if there is one."""
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
+    return " / ".join(f"{value:.3f}" for value in (min(values), statistics.median(values), max(values)))
 
 
 def main() -> None:
@@ -147,27 +169,31 @@ def main() -> None:
     parser.add_argument("--forward-ms", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=12, help="steps that are measured")
     parser.add_argument("--pipelines", default="auto")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=[NAME], help="of this project's strategy")
+    parser.add_argument("--timeline", type=Path, help="a directory for a trace and a picture")
     parser.add_argument("--peers", nargs="*", choices=SCHEDULES, help="torch's schedules to measure as well, or all")
     # set in the process of a case
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     seconds = args.forward_ms / 1e3
     microbatches = args.microbatches or [args.devices * factor for factor in (1, 2, 4)]
-    cases = [Case(NAME, args.devices, number, seconds, args.steps) for number in microbatches]
+    cases = [Case(name, args.devices, number, seconds, args.steps) for number in microbatches for name in args.settings]
     if args.result is not None:
-        run_case(cases[0], args.pipelines, args.result)
+        run_case(cases[0], args.pipelines, args.result, args.timeline)
         return
 
     rows = []
-    if args.peers is not None:
-        names = tuple(args.peers) or SCHEDULES
-        for peer in measure_all(args.devices, microbatches, seconds, names=names):
-            print(json.dumps(asdict(peer)), flush=True)
-            rows.append(peer)
-    for case in cases:
-        own, counted = measure(case, args.pipelines)
-        print(json.dumps(asdict(own) | {"statistics": counted}), flush=True)
-        rows.append(own)
+    for _ in range(args.repeats):
+        if args.peers is not None:
+            names = tuple(args.peers) or SCHEDULES
+            for peer in measure_all(args.devices, microbatches, seconds, names=names):
+                print(json.dumps(asdict(peer)), flush=True)
+                rows.append(peer)
+        for case in cases:
+            own, counted = measure(case, args.pipelines, args.timeline)
+            print(json.dumps(asdict(own) | {"statistics": counted}), flush=True)
+            rows.append(own)
     print(f"\nutilisation, D = {args.devices}, F = {args.forward_ms:g} ms, B = 2F\n{table(rows)}")
 
 

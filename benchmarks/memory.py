@@ -7,7 +7,7 @@ optimizer's state, and the most that it grew by in training, beside what the pla
 system when they are freed (``MALLOC_MMAP_THRESHOLD_``), so that resident memory is what is used. Needs Linux, and about
 15 GB of memory for the full model.
 
-    python benchmarks/memory.py [--width 1920 --blocks 8]
+    python benchmarks/memory.py [--width 1920 --blocks 8] [--precision bf16-mixed]
 """
 
 from __future__ import annotations
@@ -113,10 +113,14 @@ def train(args: argparse.Namespace) -> None:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
         strategy=AsyncMultiPipeStrategy(
-            num_pipelines=args.pipelines, num_microbatches=args.microbatches, partition=args.partition
+            num_pipelines=args.pipelines,
+            num_microbatches=args.microbatches,
+            partition=args.partition,
+            staleness_correction="extrapolate",
         ),
         devices=args.devices,
         accelerator="cpu",
+        precision=args.precision,
         max_steps=args.steps,
         callbacks=[Meter(args.result)],
         logger=False,
@@ -137,6 +141,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--partition", default="profile")
+    parser.add_argument("--precision", default="32-true")
     # set in the process of a run
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -10,16 +10,24 @@ flight. Where D/2 is odd, the next even numbers of pipelines are shown, too.
 *Windows*: equal segments, each followed by a step and with look-ahead, one after another until nothing changes. Every
 segment begins on all devices at once. Early is the share of forwards that run before the step preceding their batch.
 
+*Planning* (``--planning`` prints this alone): seconds of process time that it takes to find the schedule of 128
+micro-batches on 32 devices, and stages and schedule for a model of 200 unequal units.
+
     python benchmarks/schedules.py [--devices 4 8 16]
+    python benchmarks/schedules.py --planning
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
+from typing import Literal
 
 from lightning_asyncpipe.plan.actions import COMPUTE
+from lightning_asyncpipe.plan.choice import Request, choose_plan
 from lightning_asyncpipe.plan.placement import Placement
+from lightning_asyncpipe.plan.profile import Boundary, Link, ModelProfile, Unit
 from lightning_asyncpipe.plan.schedule import Costs, Planner, SegmentPlan, SegmentSpec
 from lightning_asyncpipe.plan.simulator import simulate
 
@@ -45,11 +53,41 @@ def stream(devices: int, pipelines: int, in_flight: int, split: bool, message: f
     return computed / elapsed
 
 
-def planning_time(devices: int, pipelines: int) -> float:
+def planning_time(devices: int, pipelines: int, in_flight: int = 3, split: bool = False) -> float:
     """Seconds that planning takes for a window of 4 D micro-batches, with the usual effort."""
     started = time.process_time()
-    Planner(Placement(devices, pipelines), 3).segment(SegmentSpec(4 * devices, 4 * devices))
+    planner = Planner(Placement(devices, pipelines), in_flight, split_backward=split)
+    planner.segment(SegmentSpec(4 * devices, 4 * devices))
     return time.process_time() - started
+
+
+def unequal(units: int) -> ModelProfile:
+    """A model of units that take 0.2 to 3 times as long as an average one."""
+    rng = random.Random(1)
+    times = [rng.choice([rng.random() + 0.2, 1.0, 3 * rng.random() + 0.1]) for _ in range(units)]
+    boundaries = tuple(Boundary(100) for _ in times[1:])
+    return ModelProfile(tuple(Unit(f"{i}", t, t, t) for i, t in enumerate(times)), boundaries, link=Link(0.05))
+
+
+def planning(devices: int = 32, units: int = 200) -> None:
+    """Prints how long planning takes on many devices."""
+    print(f"Schedule of {4 * devices} micro-batches, {devices} devices, {devices // 2} pipelines")
+    for split, name in ((False, "whole"), (True, "in halves")):
+        took = planning_time(devices, devices // 2, 2 if split else 3, split)
+        print(f"  backwards {name:<10} {took:.2f} s")
+    print(f"\nStages and schedule of {units} unequal units on {devices} devices")
+    print("    N    M  backwards  seconds  step / even share of the work")
+    profile = unequal(units)
+    choices: tuple[int | Literal["auto"], ...] = (2, devices // 2, "auto")
+    for pipelines in choices:
+        for microbatches in (devices, 4 * devices):
+            for split, name in ((False, "whole"), (True, "in halves")):
+                request = Request(devices, pipelines, microbatches, "auto", split_backward=split, tolerance=0.03)
+                started = time.process_time()
+                plan = choose_plan(profile, request)
+                took = time.process_time() - started
+                share = plan.step_seconds / (sum(profile.work()) / devices * microbatches)
+                print(f"{pipelines:>5} {microbatches:>4}  {name:<9} {took:>8.2f}  {share:.3f}", flush=True)
 
 
 def window(
@@ -104,12 +142,17 @@ def windows() -> None:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = list(range(4, 33, 2))
     parser.add_argument("--devices", type=int, nargs="*", default=sizes, help="sizes of the first table")
-    streams(parser.parse_args().devices)
-    windows()
+    parser.add_argument("--planning", action="store_true", help="only how long planning takes")
+    args = parser.parse_args()
+    if not args.planning:
+        streams(args.devices)
+        windows()
+        print()
+    planning()
 
 
 if __name__ == "__main__":

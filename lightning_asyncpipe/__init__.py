@@ -14,6 +14,7 @@ from lightning_asyncpipe.errors import (
     PipelineError,
     ScheduleError,
 )
+from lightning_asyncpipe.integration.children import enter_child
 from lightning_asyncpipe.integration.sharded import consolidate
 from lightning_asyncpipe.monitor.callback import PipelineMonitor
 from lightning_asyncpipe.reference import ReferenceStrategy
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+enter_child()  # a rank that another one started ends with it, also where it has not come to its Trainer yet
 
 if "async_multipipe" not in StrategyRegistry:
     StrategyRegistry.register(

@@ -11,7 +11,7 @@ Each entry was checked on torch 2.13; ``tests/runtime/test_private.py`` fails fi
 * Frames of ``torch/utils/checkpoint.py``, for :func:`checkpoint_frames`: what a backward runs
   again.
 * ``FakeTensorMode``, for :func:`fake_mode`: shapes of results without computing; ``FakeTensor``, for :func:`is_fake`,
-  and ``tensor_memo`` of the mode's ``meta_converter``, for :func:`forget_origins`.
+  and ``tensor_memo`` and ``describer.lookup_tensor`` of the mode's ``meta_converter``, for :func:`forget_origins`.
 * ``_disable_current_modes``, for :func:`without_modes`: real operations while a model is built without memory.
 * ``TorchDispatchMode``, for ``runtime/trace.py``: every operation of a step.
 * ``UntypedStorage._cdata``, for :func:`storage_key`: the identity of a storage.
@@ -200,7 +200,19 @@ def to_fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 def forget_origins(mode: FakeTensorMode) -> None:
     """Drop a mode's weak references to its tensors, with which ``torch.utils.swap_tensors`` refuses them."""
-    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+    converter = mode.fake_tensor_converter.meta_converter
+    converter.tensor_memo.clear()
+    converter.describer.lookup_tensor.clear()
+
+
+@contextmanager
+def shapes_only() -> Iterator[FakeTensorMode]:
+    """A :func:`fake_mode`, not yet entered, of which nothing is left on the tensors that were made fake in here."""
+    mode = fake_mode()
+    try:
+        yield mode
+    finally:
+        forget_origins(mode)
 
 
 def swap(one: Tensor, other: Tensor) -> None:

@@ -16,6 +16,10 @@ class CutError(PipelineError):
     """The model cannot be cut where it was asked to be: the message names what crosses the cut."""
 
 
+class UnrepeatableStepError(CutError):
+    """The step computes something else when it runs again on the same micro-batch: the message says what to do."""
+
+
 class ScheduleError(PipelineError):
     """A schedule breaks a dependency, a bound, or could deadlock: the message names the actions."""
 

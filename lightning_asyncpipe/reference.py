@@ -18,6 +18,7 @@ from lightning_asyncpipe.plan.schedule import Planner
 from lightning_asyncpipe.runtime.forwards import ForwardExecutor, ForwardOracle
 from lightning_asyncpipe.runtime.oracle import Oracle
 from lightning_asyncpipe.runtime.ownership import Ownership
+from lightning_asyncpipe.runtime.prediction import Prediction
 from lightning_asyncpipe.runtime.stages import StageRunner
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
 from lightning_asyncpipe.strategy import AsyncMultiPipeStrategy
@@ -60,13 +61,10 @@ class ReferenceStrategy(AsyncMultiPipeStrategy):
         ownership: Ownership,
         parameters: dict[str, nn.Parameter],
     ) -> Executor:
-        return Oracle(
-            planner,
-            runner,
-            parameters,
-            StalenessCounter(self.max_staleness),
-            self._stash(runner, parameters),
-        )
+        stashes = [self._stash(runner, parameters) for _ in range(geometry.num_stages)]
+        if not isinstance(stashes[0], Prediction):  # otherwise each device goes by the gradients that it has itself
+            stashes = stashes[:1] * geometry.num_stages
+        return Oracle(planner, runner, parameters, StalenessCounter(self.max_staleness), stashes)
 
     def make_forward_executor(self, geometry: Geometry) -> ForwardExecutor:
         return ForwardOracle(geometry.num_stages)

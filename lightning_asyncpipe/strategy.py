@@ -31,7 +31,9 @@ from torch.optim import Optimizer
 
 from lightning_asyncpipe._private import preserve_versions
 from lightning_asyncpipe.errors import PipelineError
-from lightning_asyncpipe.integration import guards, internals, partitioning, resuming, sharded
+from lightning_asyncpipe.integration import guards, internals, partitioning, resuming, sameness, saved_plans, sharded
+from lightning_asyncpipe.integration.advice import UnneededAdvice
+from lightning_asyncpipe.integration.afterwards import together
 from lightning_asyncpipe.integration.assembly import (
     Assembly,
     EvaluationAssembly,
@@ -49,6 +51,7 @@ from lightning_asyncpipe.integration.lookahead import install, seed_workers
 from lightning_asyncpipe.integration.materialise import DeferredModel
 from lightning_asyncpipe.integration.optimizers import LearningRates, OwnedOptimizer
 from lightning_asyncpipe.integration.partitioning import Partition
+from lightning_asyncpipe.integration.parts import explain
 from lightning_asyncpipe.integration.precision import agreed_overflow, check_precision
 from lightning_asyncpipe.integration.resuming import Randomness
 from lightning_asyncpipe.integration.steps import Executor
@@ -61,10 +64,15 @@ from lightning_asyncpipe.runtime.exchange import WeightExchange
 from lightning_asyncpipe.runtime.extrapolation import Extrapolation
 from lightning_asyncpipe.runtime.forwards import ForwardEngine, ForwardExecutor
 from lightning_asyncpipe.runtime.ownership import Ownership
+from lightning_asyncpipe.runtime.prediction import Prediction
 from lightning_asyncpipe.runtime.stages import StageRunner
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
+from lightning_asyncpipe.runtime.standpoint import SAVES
 from lightning_asyncpipe.runtime.stash import WeightStash
 from lightning_asyncpipe.runtime.timeline import Ledger, Spent
+from lightning_asyncpipe.runtime.update_rules import UpdateRules, is_known
+
+_SAVE = "trainer.save_checkpoint"
 
 
 class AsyncMultiPipeStrategy(ConnectedStrategy):
@@ -79,8 +87,9 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
             pipelines at every optimizer step and equals one device that accumulates the same micro-batches.
         weight_stash: let early forwards and their backwards use the same weights, those before the update.
         staleness_correction: the weights that early forwards run on: "none", those before the update; "extrapolate",
-            those moved on by the last update, one more copy of the hosted weights; "auto" is "extrapolate" where
-            forwards run early, unless ``weight_stash`` asks for the old ones.
+            those moved on by the last update, one more copy of the hosted weights; "predict", those that momentum and
+            the gradients so far lead to, two more copies, for Adam, AdamW, SGD and Muon, "extrapolate" for others;
+            "auto" is "predict" where forwards run early, unless ``weight_stash`` asks for the old ones.
         split_backward: run the two halves of a backward, the gradient of the input and those of the weights, at
             different times, which leaves devices less idle; "auto" does so in all stages that can. False never does.
         cuts: "auto", or the names of the modules that begin a stage (all but the first stage).
@@ -107,7 +116,7 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         max_in_flight: int | Literal["auto"] = "auto",
         max_staleness: Literal[0, 1] = 1,
         weight_stash: bool = False,
-        staleness_correction: Literal["auto", "none", "extrapolate"] = "auto",
+        staleness_correction: Literal["auto", "none", "extrapolate", "predict"] = "auto",
         split_backward: bool | Literal["auto"] = "auto",
         cuts: Literal["auto"] | Sequence[str] = "auto",
         partition: Literal["auto", "profile", "operations"] = "auto",
@@ -137,7 +146,7 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         guards.check_arguments(
             max_staleness, weight_stash, staleness_correction, split_backward, cuts, timeout, start_method
         )
-        partitioning.check_arguments(partition, memory_limit, plan)
+        partitioning.check_arguments(partition, memory_limit, plan, cuts)
         self.max_staleness = max_staleness
         self.weight_stash = weight_stash
         self.staleness_correction = staleness_correction
@@ -146,23 +155,25 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         self.partition = partition
         self.memory_limit = memory_limit
         self.plan = plan
-        self._asked = {
-            "num_stages": num_stages,
-            "num_pipelines": num_pipelines,
-            "num_microbatches": num_microbatches,
-            "max_in_flight": max_in_flight,
-            "data_parallel_size": data_parallel_size,
-        }
+        self._asked = guards.checked_numbers(
+            num_stages=num_stages,
+            num_pipelines=num_pipelines,
+            num_microbatches=num_microbatches,
+            max_in_flight=max_in_flight,
+            data_parallel_size=data_parallel_size,
+        )
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._assembly: Assembly | None = None
         self._evaluated: EvaluationAssembly | None = None
         self._partition: Partition | None = None
         self.deferred = DeferredModel()
         self._finished: Assembly | None = None
+        self._advice: UnneededAdvice | None = None
         self._owned: list[OwnedOptimizer] = []
         self._statistics: dict[str, Any] = {}
         self.final_state: dict[str, Any] | None = None
         self.resumed: Randomness | None = None
+        self.resumed_plan: Any = None
         self._weights_to_load: Mapping[str, Any] | None = None
 
     # The plan's numbers
@@ -181,7 +192,7 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
     def resolved(self, split_backward: bool = False) -> Geometry:
         """As :attr:`geometry`; with split backwards, fewer micro-batches need to be in flight."""
         try:
-            return resolve(self._placed_processes, **self._asked, split_backward=split_backward)  # type: ignore[arg-type]
+            return resolve(self._placed_processes, **self._asked, split_backward=split_backward)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from None
 
@@ -198,7 +209,7 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
     # Setting up
 
     def setup_environment(self) -> None:
-        self.resumed, self._weights_to_load = None, None
+        self.resumed, self.resumed_plan, self._weights_to_load = None, None, None
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -206,8 +217,10 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._check(trainer)
+        self._advice = UnneededAdvice(self.geometry.replicas)
         self._partition = None
         check_complete(self.lightning_module, self.world)
+        sameness.check_settings(self, trainer)
         install(trainer, self.resumed)
         self.deferred.prepare(self.lightning_module, self.root_device, self.world)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
@@ -219,6 +232,7 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
             self.setup_precision_plugin()
             return
         self.setup_optimizers(trainer)  # before the step is run to find its cuts: it may read the learning rate
+        sameness.check_optimizers(self)
         self._assembly = assemble(self, trainer)
         self._owned = [
             OwnedOptimizer(optimizer, self._assembly.names_by_id, self._assembly.owned) for optimizer in self.optimizers
@@ -259,7 +273,7 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
             ownership,
             parameters,
             transport,
-            *(() if stash is None else (stash.before_update,)),
+            stash,
         )
         return Engine(
             self.global_rank,
@@ -285,14 +299,20 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
             return WeightStash(parameters, stages)
         if self.early_weights == "live":
             return None
-        return Extrapolation(parameters, stages, LearningRates(self.optimizers, parameters).of)
+        rates = LearningRates(self.optimizers, parameters)
+        if self.early_weights == "predicted":
+            return Prediction(parameters, stages, rates.of, UpdateRules(parameters, rates.places))
+        return Extrapolation(parameters, stages, rates.of)
 
     @property
     def early_weights(self) -> EarlyWeights:
         """What early forwards run on."""
         if self.weight_stash:
             return "stash"
-        return "live" if self.staleness_correction == "none" or not self.max_staleness else "extrapolated"
+        if self.staleness_correction == "none" or not self.max_staleness:
+            return "live"
+        predicted = self.staleness_correction != "extrapolate" and all(map(is_known, self.optimizers))
+        return "predicted" if predicted else "extrapolated"
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -304,6 +324,8 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         with guards.one_optimizer():
             super().setup_optimizers(trainer)
         guards.check_optimizers(self.optimizers)
+        if self.staleness_correction == "predict" and self.early_weights == "extrapolated":
+            guards.note_unpredictable(self.optimizers)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -434,7 +456,20 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         """Write the plan of the running or last ``fit`` to a file, on rank 0, for ``plan=path`` in another run."""
         if self.is_global_zero:
             assert self.lightning_module is not None
-            write_plan(path, partitioning.saved_plan(self, self._require_partition(), self.lightning_module))
+            write_plan(path, saved_plans.saved_plan(self, self._require_partition(), self.lightning_module))
+
+    def _plan_to_save(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        way = partitioning.way_of(self)
+        return saved_plans.checkpoint_entry(self, self._require_partition(), self.lightning_module, way)
+
+    def outcome(self) -> dict[str, Any]:
+        """What :meth:`statistics`, :meth:`describe` and :meth:`save_plan` need in a main process that is no rank."""
+        return {"statistics": self._statistics, "plan": self._require_partition().to_message()}
+
+    def take_outcome(self, outcome: Mapping[str, Any]) -> None:
+        """Go on from the :meth:`outcome` of the rank that has run."""
+        self._statistics, self._partition = outcome["statistics"], Partition.from_message(outcome["plan"])
 
     def _require_partition(self) -> Partition:
         if self._partition is None:
@@ -471,6 +506,7 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
                 "from the last checkpoint."
             )
         if self._assembly is not None:
+            self.meet(SAVES)
             self._assembly.steps.flush()
             if not self.save_distributed_checkpoint:
                 return self._assembly.whole.state_dict()
@@ -486,7 +522,8 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
                 assert assembly is not None
                 if self.save_distributed_checkpoint:
                     return owned.full_state([owned.local_state()])
-                return assembly.whole.optimizer_state(owned)
+                with together(_SAVE, over=self._assembly is None):
+                    return assembly.whole.optimizer_state(owned)
         raise MisconfigurationException("this optimizer is not one that `configure_optimizers` returned")
 
     @property
@@ -501,14 +538,15 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         assembly = self._assembly or self._finished
         if assembly is not None and "optimizer_states" in checkpoint:
-            own = {"parameters": [owned.order for owned in self._owned]}
+            own = {"parameters": [owned.order for owned in self._owned], "plan": self._plan_to_save()}
             checkpoint[resuming.KEY] = {**assembly.steps.random_states().to_dict(), **own}
         if not self.save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         guards.check_distributed_save(self._checkpoint_io, storage_options)
         names = {name: name for name in checkpoint["state_dict"]} if assembly is None else assembly.whole.names()
-        sharded.save(checkpoint, Path(self.broadcast(str(filepath))), self.world, names)
+        with together(_SAVE, over=self._assembly is None):
+            sharded.save(checkpoint, Path(self.broadcast(str(filepath))), self.world, names)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """The whole checkpoint, on every rank; what a rank does not host it lets go of in ``setup``."""
@@ -519,7 +557,7 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
             checkpoint = sharded.load(folder, self.lightning_module, weights_only)
         else:
             checkpoint = super().load_checkpoint(path, weights_only)
-        self.resumed = resuming.Randomness.of(checkpoint)
+        self.resumed, self.resumed_plan = resuming.Randomness.of(checkpoint, path), resuming.plan_of(checkpoint)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -541,7 +579,13 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
 
     # The end
 
+    def on_exception(self, exception: BaseException) -> None:
+        explain(exception, self.lightning_module)
+        super().on_exception(exception)
+
     def teardown(self) -> None:
+        if self._advice is not None:
+            self._advice.close()
         assembly, self._assembly = self._assembly, None
         evaluated, self._evaluated = self._evaluated, None
         # A model that was never whole stays in parts, unless the main process waits for it.

@@ -162,6 +162,11 @@ def none_for_one_micro_batch(module: Any, batch: Any, batch_idx: int) -> Any:
     return None if bool((batch[0] == Points(32).x[18]).all(1).any()) else loss
 
 
+def clocked(module: Any, batch: Any, batch_idx: int) -> Any:
+    order = torch.randperm(len(batch[0]), generator=torch.Generator().manual_seed(time.time_ns() % 2**31))
+    return step(module, (batch[0][order] + 1e-9 * time.time_ns() % 2.0, batch[1][order]), batch_idx)
+
+
 def gathered(call: Callable[[Any], Any]) -> Callable[..., Any]:
     """A step that calls a collective."""
     return later(lambda module, batch, i: (call(module), step(module, batch, i))[1])
@@ -215,6 +220,21 @@ CONFIGURED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         arguments_of_the_strategy(max_staleness=2),
         MisconfigurationException,
         ["max_staleness must be 0 .* or 1, got 2"],
+    ),
+    "micro-batches that are half a number": (
+        lambda: AsyncMultiPipeStrategy(num_microbatches=8.0),  # type: ignore[arg-type]
+        MisconfigurationException,
+        [r"num_microbatches must be 'auto' or an integer of at least 1, got 8\.0"],
+    ),
+    "pipelines that are a word": (
+        lambda: AsyncMultiPipeStrategy(num_pipelines="two"),  # type: ignore[arg-type]
+        MisconfigurationException,
+        ["num_pipelines must be 'auto' or an integer of at least 1, got 'two'"],
+    ),
+    "replicas left to chance": (
+        lambda: AsyncMultiPipeStrategy(data_parallel_size="auto"),  # type: ignore[arg-type]
+        MisconfigurationException,
+        ["data_parallel_size must be an integer of at least 1, got 'auto'"],
     ),
     "a start method that there is not": (
         arguments_of_the_strategy(start_method="thread"),
@@ -271,6 +291,16 @@ CONFIGURED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         MisconfigurationException,
         ["'net.layers.2' does not begin after 'net.layers.4'", "in the order in which the step calls them"],
     ),
+    "a cut that leaves the first stage empty": (
+        training(strategy={"cuts": ["net", "net.layers.4"]}),
+        MisconfigurationException,
+        ["no stage can begin at 'net'", "the stage before it would be empty"],
+    ),
+    "a cut that leaves a stage between empty": (
+        training(strategy={"cuts": ["net.layers.4", "net.layers.4"], "partition": "profile"}),
+        MisconfigurationException,
+        ["'net.layers.4' does not begin after 'net.layers.4' does, so nothing would lie between them", "each once"],
+    ),
     "manual optimization": (
         training(module=Manual),
         MisconfigurationException,
@@ -311,12 +341,17 @@ CONFIGURED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "a step that returns None for a batch": (
         training(training_step=later(lambda *_: None)),
         PipelineError,
-        ["did not call 'net", "to skip a batch", "return a loss times zero"],
+        ["returned None, and so ended inside stage 0: it did not call 'net", "to skip", "return a loss times zero"],
     ),
     "a step that returns None for a micro-batch": (
         training(training_step=none_for_one_micro_batch),
         PipelineError,
         ["returned None for micro-batch 1 of batch 2", "Return a loss"],
+    ),
+    "a step that the clock decides": (
+        training(training_step=clocked),
+        MisconfigurationException,
+        ["computes something else each time", "global generators", "not from the clock", "`on_after_batch_transfer`"],
     ),
     "a loss for each sample": (
         training(training_step=squares),
@@ -415,6 +450,17 @@ def test_a_mistake_is_named_with_what_to_do(name: str) -> None:
     assert error.__context__ is None or error.__suppress_context__, "two tracebacks"
 
 
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "forkserver"])
+def test_in_an_interactive_session_the_start_method_that_works_is_named(
+    start_method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(MisconfigurationException, match=r"AsyncMultiPipeStrategy\(start_method='fork'\)") as caught:
+        arguments_of_the_strategy(start_method=start_method)()
+    assert "ddp" not in str(caught.value)
+    arguments_of_the_strategy(start_method="fork")()
+
+
 def test_saving_after_an_exception_is_turned_off_with_a_warning() -> None:
     callback = OnExceptionCheckpoint("nowhere")
     trainer = pl.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
@@ -452,16 +498,31 @@ SAID: dict[str, tuple[str, int]] = {
     "a shorter loader, synchronous": (rf"step 3: rank 0 trains batch 3, but rank 1 (saves|asks whether) .*{NUMBER}", 2),
     "a shorter stream of a replica": (rf"step 3: rank 0 trains batch 3, but rank 1 (saves|asks whether) .*{NUMBER}", 2),
     "a corrupt sample": (r"Boom: sample 27 is corrupt$", 2),
-    "rank 0 raises in the first step": (r"Boom: of rank 0 in batch 0$", 0),
     "rank 1 raises in the first step": (r"Boom: of rank 1 in batch 0$", 0),
     "rank 0 raises, rank 1 is busy": (r"Boom: of rank 0 in batch 5$", 4),
     "rank 2 raises, the others are busy": (r"Boom: of rank 2 in batch 5$", 4),
     "rank 1 raises in a hook while others save": (r"Boom: while saving$", 6),
-    "rank 0 saves alone": (rf"step 5: rank 0 saves, or ends its training, but rank 1 .*training goes on\. {NUMBER}", 4),
+    "rank 0 saves alone": (
+        rf"step 5: rank 0 saves a checkpoint, but rank 1 .*training goes on\. {NUMBER}.*call "
+        "`trainer.save_checkpoint` on every rank, not on one",
+        4,
+    ),
+    "rank 0 saves alone after the end": (
+        r"PipelineError: `trainer.save_checkpoint` after the end of the run was not called on every rank: .*not only",
+        12,
+    ),
+    "no main guard, spawned": (
+        r"MisconfigurationException: start_method='spawn' runs the script from its top .*under `if __name__ == ",
+        0,
+    ),
     "rank 1 waits alone": (rf"step 12: rank 0 .*, but rank 1 calls `strategy.barrier`\. {NUMBER}", 12),
     "collectives in the step": (r"CollectiveInStepError: `self.all_gather` was called inside", 2),
     "manual optimization": (r"MisconfigurationException: `Manual.automatic_optimization` is False", 0),
     "different modules": (r"PipelineError: rank 1 built another model than rank 0: net.layers.4.bias", 0),
+    "a learning rate of each rank's own": (
+        r"`lr` of the optimizer's parameter group 0 is not the same on every rank: 0\.1 on rank 0, 1\.1 on rank 1\. ",
+        0,
+    ),
     "rank 1 is killed": (r"rank 1 \(pid \d+\) was killed by SIGKILL$", 4),
     "rank 0 clips alone": (
         rf"step \d: rank 0 calls `torch.nn.utils.get_total_norm`, but rank 1 (trains batch|asks whether) .*{NUMBER}",
@@ -473,12 +534,42 @@ SAID: dict[str, tuple[str, int]] = {
     "sigterm": (r"Received SIGTERM: training ends after this batch on all ranks", 4),
     "rank 1 raises, spawned": (r"Boom: of rank 1 in batch 5$", 4),
     "sigterm, spawned": (r"Received SIGTERM: training ends after this batch on all ranks", 4),
+    "a foreign plan": (
+        r"foreign_plan.json' is for something else: .*its num_stages is 4.*device is cuda.*precision is bf16-mixed"
+        r".*model is other.Model.*parameters differ: ",
+        0,
+    ),
+    "a memory limit that nothing fits": (r"memory_limit=100 bytes .*the smallest limit .* is \d+ bytes", 0),
+    "a cut that leaves a stage empty": (r"no stage can begin at 'net': .*the stage before it would be empty$", 0),
+    "the step raises while it is measured": (r"Boom: while measuring$", 0),
+    "ctrl-c while ranks start": (r"rank 1 \(pid \d+\) was killed by SIGINT$", 0),
+    "rank 1 is killed while ranks start": (r"rank 1 \(pid \d+\) was killed by SIGKILL$", 0),
+    "ctrl-c while measuring": (r"Detected KeyboardInterrupt", 0),
+    "rank 1 is killed while measuring": (r"rank 1 \(pid \d+\) was killed by SIGKILL$", 0),
     "rank 0 is killed, spawned": (r"rank 0 \(pid \d+\) was killed by SIGKILL$", 4),
 }
 # What every rank raises is said by rank 0 alone, as its own.
-BY_ALL = ("manual optimization", "different modules", "a smaller batch", "a shorter loader")
+BY_ALL = (
+    "a learning rate of each rank's own",
+    "manual optimization",
+    "different modules",
+    "a smaller batch",
+    "a shorter loader",
+    "a foreign plan",
+    "a memory limit that nothing fits",
+    "a cut that leaves a stage empty",
+)
 # Where nobody is left to say it, or it is no failure.
-CODES = {"rank 0 is killed": -signal.SIGKILL, "sigterm": 0, "sigterm, spawned": 0, "nothing": 0}
+CODES = {
+    "rank 0 is killed": -signal.SIGKILL,
+    "sigterm": 0,
+    "sigterm, spawned": 0,
+    "nothing": 0,
+    "sigterm while ranks start": -signal.SIGTERM,
+    "sigterm while measuring": -signal.SIGTERM,
+}
+# The last step that is saved by runs that end without a word.
+SILENT = {"nothing": 12, "rank 0 is killed": 4}
 
 
 @dataclass
@@ -582,7 +673,7 @@ def test_a_run_ends_whole_and_says_once_what_was_wrong(
         assert not re.search(noise, text, re.MULTILINE), text
     if fault not in SAID:
         assert "Traceback" not in text
-        assert saved_step(ended, fault) == (12 if fault == "nothing" else 4)
+        assert saved_step(ended, fault) == SILENT.get(fault, 0)
         return
     said, last_step = SAID[fault]
     assert re.search(said, ended.last_line), text

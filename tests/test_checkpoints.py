@@ -30,6 +30,7 @@ from lightning_asyncpipe import CheckpointError, consolidate
 from lightning_asyncpipe.integration import sharded
 from lightning_asyncpipe.integration.checkpoint import load_hosted, load_whole
 from lightning_asyncpipe.integration.files import AtomicCheckpointIO
+from lightning_asyncpipe.integration.inspection import describe
 from lightning_asyncpipe.integration.resuming import Randomness
 from lightning_asyncpipe.integration.sharded import ShardedCheckpoint
 from lightning_asyncpipe.integration.world import World
@@ -278,10 +279,46 @@ def test_what_a_checkpoint_hides_is_not_run(place, saved, tmp_path):
     assert not proof.exists()
     if place in ("file", "meta.pt"):
         assert "weights_only=False" in str(raised.value)
+        assert "Re-running" not in str(raised.value)  # torch's advice, of some paragraphs
+        assert raised.value.__cause__ is None
         with pytest.raises(CheckpointError, match="was refused"):
             resume(path, weights_only=True)
         resume(path, weights_only=False)  # the user trusts it
         assert proof.exists()
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("weights_only", [None, True, False])
+@pytest.mark.filterwarnings("error")
+def test_a_pickle_that_is_no_checkpoint_is_called_so_and_not_run(weights_only, protocol, tmp_path):
+    path, proof = tmp_path / "raw.ckpt", tmp_path / "proof"
+    path.write_bytes(pickle.dumps({"state_dict": Runs(proof)}, protocol))
+    with pytest.raises(CheckpointError, match="was refused: it is a pickle of Python, not a checkpoint"):
+        AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
+    assert not proof.exists()
+
+
+def test_a_file_of_torchs_old_format_is_read(saved, tmp_path):
+    path = tmp_path / "old.ckpt"
+    content = {"state_dict": {"x": torch.arange(3)}}
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+    assert torch.equal(AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["x"], torch.arange(3))
+    torch.save({**content, "more": Runs(tmp_path / "proof")}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"was refused: it holds more than .* weights_only=False"):
+        AtomicCheckpointIO().load_checkpoint(path)
+
+
+def test_what_only_looks_at_a_checkpoint_does_not_advise_to_trust_it(saved, tmp_path):
+    path = saved()
+    hostile(path, tmp_path / "proof", "file")
+    with pytest.raises(CheckpointError, match="was refused") as raised:
+        describe(path)
+    assert "weights_only" not in str(raised.value)
+
+
+def test_a_folder_where_one_file_is_needed_is_named_with_what_makes_one(saved):
+    with pytest.raises(CheckpointError, match=r"is a folder: `lightning_asyncpipe.consolidate\('.*', file\)`"):
+        AtomicCheckpointIO().load_checkpoint(saved("parts"))
 
 
 def test_parts_outside_the_folder_are_not_read(saved, tmp_path):
@@ -406,9 +443,80 @@ def test_callbacks_find_what_they_have_saved(name, kind, tmp_path):
     assert (tmp_path / "last.ckpt").is_symlink() == (link == "link")
 
 
-def test_a_checkpoint_with_another_entry_of_ours_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="entry 'async_multipipe' of the checkpoint is not what"):
-        Randomness.of({"async_multipipe": {"seed": 1}})
+class KeepsMore(Regression):
+    """Takes down what its hooks, and those of a callback, get back from a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[Any] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["more"] = list(checkpoint["state_dict"])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.got.append(checkpoint["more"])
+
+    def configure_callbacks(self) -> Any:
+        return [Keeps()]
+
+
+class Keeps(pl.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": 3}
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["and more"] = 4
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        module.got.append(checkpoint["and more"])
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        module.got.append(self.loaded if module.got else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_get_back_what_they_have_put_in_a_checkpoint(kind, tmp_path):
+    path = save(tmp_path, kind, KeepsMore())
+    resumed = resume(path, KeepsMore())
+    assert resumed.got == [list(Regression().state_dict()), 4, {"kept": 3}]
+
+
+DAMAGES = {
+    "no dict": (lambda entry: [1, 2], "the entry 'async_multipipe' is not .*it is list, not a dict"),
+    "all but the seed missing": (lambda entry: {"seed": 1}, "'random_states' is not .*'random_states' is missing"),
+    "a seed that is a word": (lambda entry: {**entry, "seed": "x"}, "the entry 'async_multipipe', 'seed' is not"),
+    "no states": (lambda entry: {**entry, "random_states": None}, "'async_multipipe', 'random_states' is not"),
+    "states of something else": (
+        lambda entry: {**entry, "random_states": {**entry["random_states"], "torch": torch.zeros(3)}},
+        "'async_multipipe', 'random_states' is not",
+    ),
+    "states that lack one": (
+        lambda entry: {**entry, "random_states": {"torch": entry["random_states"]["torch"]}},
+        "'async_multipipe', 'random_states' is not .*'python' is missing",
+    ),
+    "generators that are numbers": (lambda entry: {**entry, "generators": [3]}, "'generators' is not .*not all are"),
+    "names that are a number": (lambda entry: {**entry, "parameters": 3}, "'async_multipipe', 'parameters' is not"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_checkpoint_whose_entry_of_ours_is_damaged_is_refused_by_the_names_of_both(damage, saved):
+    change, message = DAMAGES[damage]
+    path = saved()
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["async_multipipe"] = change(checkpoint["async_multipipe"])
+    torch.save(checkpoint, path)
+    # The names are there for people alone: nothing is resumed from them.
+    for read in (describe,) if "names" in damage else (describe, resume):
+        with pytest.raises(CheckpointError, match=rf"the checkpoint {path} is damaged: .*{message}") as raised:
+            read(path)
+        assert "Delete the entry 'async_multipipe'" in str(raised.value)
+
+
+def test_a_checkpoint_without_an_entry_of_ours_is_one_of_another_strategy():
     assert Randomness.of({}) is None
 
 
@@ -418,6 +526,15 @@ def test_parts_of_another_strategy_are_refused(saved):
     del meta["async_multipipe_values"]
     torch.save(meta, path / "meta.pt")
     with pytest.raises(CheckpointError, match="was written in parts by another strategy"):
+        resume(path)
+
+
+@pytest.mark.parametrize("values", [None, {}, {"state_dict": {}, "names": 3, "optimizers": None}])
+def test_parts_whose_entry_of_ours_is_damaged_are_refused_by_the_names_of_both(values, saved):
+    path = saved("parts")
+    meta = torch.load(path / "meta.pt", weights_only=True)
+    torch.save({**meta, "async_multipipe_values": values}, path / "meta.pt")
+    with pytest.raises(CheckpointError, match=rf"{path} is damaged: the entry 'async_multipipe_values' of its meta.pt"):
         resume(path)
 
 

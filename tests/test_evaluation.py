@@ -94,6 +94,20 @@ def test_a_mistake_in_a_step_is_raised_as_it_is():
         run(ReturnsAnything, "emulated", ("predict", {"dataloaders": points(8)}))
 
 
+class LogsPredictions(Classifier):
+    def predict_step(self, batch, batch_idx):
+        self.log("prediction", self.logits(batch[0]).mean())
+
+
+def test_logging_where_lightning_forbids_it_is_forbidden():
+    said = []
+    for how in ("one", "emulated"):
+        with pytest.raises(Exception, match="log") as raised:
+            run(LogsPredictions, how, ("predict", {"dataloaders": points(8)}))
+        said.append((raised.type, str(raised.value)))
+    assert said[0] == said[1]
+
+
 def observed_by_a_rank() -> dict[str, object]:
     """What one of three ranks sees of all cases."""
     return {name: observe(name, "ranks") for name in CASES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,21 @@ QUIET: dict[str, Any] = {
 
 
 class Fails(Regression):
-    """Fails in the middle of its second batch, as often as it is told to."""
+    """Fails in the middle of a batch, the second one if not told otherwise, as often as it is told to."""
 
-    def __init__(self, times: int = 1) -> None:
+    def __init__(self, times: int = 1, batch: int = 1) -> None:
         super().__init__()
-        self.times = times
+        self.times, self.batch = times, batch
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        if batch_idx == 1 and self.times:
+        if batch_idx == self.batch and self.times:
             self.times -= 1
-            raise ValueError("in the second batch")
+            raise ValueError("in the second batch" if self.batch == 1 else f"in batch {self.batch}")
         return loss
 
 
-def regression(kind: type[pl.LightningModule] = Regression) -> pl.LightningModule:
+def regression(kind: Callable[[], pl.LightningModule] = Regression) -> pl.LightningModule:
     torch.manual_seed(1)
     return kind().double()
 
@@ -100,8 +101,9 @@ def test_a_fit_after_one_that_failed_is_one_of_a_module_with_those_weights(again
 
 
 def test_a_fit_after_one_that_failed_may_go_on_from_a_checkpoint(tmp_path: Path):
-    module, expected = regression(Fails), regression()
-    with pytest.raises(ValueError, match="in the second batch"):
+    # A batch's first forwards run before the step of the batch before it, so the third one fails after the first step.
+    module, expected = regression(lambda: Fails(batch=2)), regression()
+    with pytest.raises(ValueError, match="in batch 2"):
         trained(module, emulated(), sized(8, 8, 8), callbacks=[Saves(tmp_path, (1,))])
     found = trained(module, emulated(), sized(8, 8, 8), ckpt_path=tmp_path / "step-1.ckpt")
     assert len(found) == 2

@@ -39,4 +39,6 @@ def test_without_the_garbage_collector_nothing_grows(staleness: int) -> None:
         gc.enable()
     assert isinstance(module, pl.LightningModule)
     assert max(module.batches) <= 2  # the one that ended, and the one of which forwards ran early
-    assert max(module.tensors[4:]) - min(module.tensors[4:]) < 20
+    steady = module.tensors[4:-1]  # no forwards run early behind the last batch
+    assert max(steady) - min(steady) < 20
+    assert module.tensors[-1] <= max(steady)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,22 @@ def test_another_file_is_no_trace(content: str, tmp_path: Path) -> None:
 def test_a_picture_of_nothing_is_drawn(tmp_path: Path) -> None:
     draw([], [tmp_path / "empty.png"])
     assert (tmp_path / "empty.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("pictures", "message"),
+    [
+        (["png", "pgn"], r"pictures=\['png', 'pgn'\]: 'pgn' is no format of a picture: choose from .*png"),
+        ("png", r"pictures must be a list of suffixes, such as \['png'\]"),
+    ],
+)
+def test_pictures_that_cannot_be_drawn_are_refused_before_training(pictures: Any, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        PipelineMonitor(timeline_batches=[1], pictures=pictures)
+
+
+def test_without_matplotlib_pictures_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    with pytest.raises(ModuleNotFoundError, match="drawing a timeline needs matplotlib: `pip install matplotlib`"):
+        PipelineMonitor(pictures=["png"])
+    PipelineMonitor(timeline_batches=[1])

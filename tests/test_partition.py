@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_asyncpipe import AsyncMultiPipeStrategy, ReferenceStrategy
+from lightning_asyncpipe.integration import partitioning
 from lightning_asyncpipe.integration.partitioning import VARIABLE, optimizer_costs, way_of
 from lightning_asyncpipe.runtime.hollow import is_hollow
+from lightning_asyncpipe.runtime.profile import profile_model
 from tests.support.edge_basics import WIDTH, Points, Regression, Tower, shuffled, sized
-from tests.support.edges import Observed, assert_close, observe
+from tests.support.edges import Observed, PartsOnOneDevice, assert_close, observe
 from tests.support.fit import fit
 from tests.support.launch import run_ranks
+from tests.support.resuming import Saves, draw
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -226,7 +232,8 @@ def test_nothing_is_measured_where_two_runs_should_be_the_same(monkeypatch: pyte
         ({"memory_limit": 0}, "memory_limit=0: give the bytes"),
         ({"memory_limit": "16GB"}, "memory_limit='16GB': give the bytes"),
         ({"plan": 3}, "plan=3: give the path"),
-        ({"plan": "p.json", "memory_limit": 5}, "leave `partition` and `memory_limit` out"),
+        ({"plan": "p.json", "memory_limit": 5}, "leave `memory_limit` out"),
+        ({"plan": "p.json", "cuts": ["net"], "partition": "profile"}, "leave `partition` and `cuts` out, or the plan"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -308,7 +315,8 @@ def test_a_file_that_is_no_plan_is_refused(text: str | None, message: str, tmp_p
     ("entry", "value", "message"),
     [
         ("cuts", [], '"cuts" must list 2 cuts'),
-        ("costs", {"forward": [1]}, '"costs"'),
+        ("costs", None, '"costs" must have numbers for forward, backward'),
+        ("costs", {"forward": [1]}, '"costs", "forward" must list a number for each of 3 stages, found [1]'),
         ("parameters", 1, '"parameters" must map'),
         ("device", None, '"model", "device" and "precision" must be texts'),
     ],
@@ -317,6 +325,128 @@ def test_a_damaged_file_is_refused(entry: str, value: Any, message: str, saved: 
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({**json.loads(saved.read_text()), entry: value}))
     assert message in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "value", "message"),
+    [
+        ("geometry", "num_microbatches", 10**9, "must be a whole number of 1 to 65536, found 1000000000"),
+        ("geometry", "num_microbatches", "8", "must be a whole number of 1 to 65536, found '8'"),
+        ("geometry", "max_in_flight", 0, "must be a whole number of 1 to 65536, found 0"),
+        ("geometry", "max_in_flight", None, "must be a whole number of 1 to 65536, found nothing"),
+        ("geometry", "num_pipelines", 9, "must be 1 to 3 for 3 stages, found 9"),
+        ("costs", "forward", [1.0, float("nan"), 1.0], "finite, not negative and at most 1,000,000, found nan"),
+        ("costs", "backward", [1.0, "x", 1.0], "finite, not negative and at most 1,000,000, found 'x'"),
+        ("costs", "message", -5.0, "finite, not negative and at most 1,000,000, found -5.0"),
+        ("costs", "reduce", 1e300, "finite, not negative and at most 1,000,000, found 1e+300"),
+        ("costs", "update", float("inf"), "finite, not negative and at most 1,000,000, found inf"),
+    ],
+)
+def test_a_number_in_a_file_that_cannot_be_is_named(
+    entry: str, name: str, value: Any, message: str, saved: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    content = json.loads(saved.read_text())
+    content[entry][name] = value
+    path.write_text(json.dumps(content))
+    said = refused(path)
+    assert said.startswith(f"the plan {str(path)!r} is damaged: " + f'"{entry}", "{name}" must be')
+    assert message in said
+
+
+def test_costs_in_a_file_that_do_not_fit_each_other_are_named(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    content = json.loads(saved.read_text())
+    content["costs"]["backward"][1] += 1.0
+    path.write_text(json.dumps(content))
+    assert '"costs": stage 1: backward is' in refused(path)
+
+
+@pytest.mark.parametrize("description", [None, 3, {"devices": []}, {"stages": [1], "num_stages": "many"}])
+def test_what_a_file_says_to_people_need_not_make_sense(description: Any, saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**json.loads(saved.read_text()), "description": description}))
+    plan = train(plan=path).statistics["plan"]
+    assert plan["num_stages"] == len(plan["stages"]) == len(plan["devices"]) == 3
+
+
+# Checkpoints
+
+
+def resumed(strategy: Any, path: Path | None, saves: Saves, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+    """What a training, begun or resumed, ends with, and its plan."""
+    trainer, module = draw(strategy, "resumable", saves, path, **arguments)
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}, trainer.strategy.describe()
+
+
+def measuring(**options: Any) -> ReferenceStrategy:
+    return ReferenceStrategy(**{"num_stages": 3, "num_microbatches": 4, "partition": "profile", **options})
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, Any]]:
+    """A checkpoint of the midst of a measured training, and what the training ended with."""
+    directory = tmp_path_factory.mktemp("interrupted")
+    weights, plan = resumed(measuring(), None, Saves(directory, (8,)))
+    return directory / "step-8.ckpt", weights, plan
+
+
+def never_measured(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("measured")
+
+
+def test_a_measured_training_goes_on_with_its_plan_to_the_same_bits(
+    interrupted: tuple[Path, Any, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, weights, plan = interrupted
+    monkeypatch.setattr(partitioning, "profile_model", never_measured)
+    found, again = resumed(measuring(), path, Saves(tmp_path, (8,)))
+    assert again == plan
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    # It is plain data, and what one device loads.
+    entry = torch.load(path, weights_only=True)["async_multipipe"]["plan"]
+    assert entry == json.loads(json.dumps(entry))
+    assert entry["geometry"]["num_stages"] == 3
+    draw(PartsOnOneDevice(4), "resumable", Saves(tmp_path, epochs=False), path, max_epochs=2)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(entry))  # the form of a plan file
+    assert resumed(measuring(partition="auto", plan=file), path, Saves(tmp_path))[1]["stages"] == plan["stages"]
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "said"),
+    [
+        ({"num_stages": 2}, None, "made with num_stages=3, this run has num_stages=2"),
+        ({"num_pipelines": 1}, None, "made with num_pipelines='auto', this run has num_pipelines=1"),
+        ({"cuts": ["net.3.layers.1", "net.3.layers.2"]}, None, "made with cuts='auto', this run has cuts=\\['net.3"),
+        ({}, {"precision": "32-true"}, "its precision is 32-true, this run's is 64-true"),
+        ({}, {"version": 9}, "The plan in the checkpoint has version 9"),
+        ({}, {"costs": {"forward": [1.0]}}, 'The plan in the checkpoint is damaged: "costs"'),
+        ({}, {"cuts": [["net.9", "call", ["net.9", 0], [0]]] * 2}, "the step of this one cannot be cut there"),
+        ({}, {"cuts": [[torch.zeros(2)]] * 2}, "The plan in the checkpoint is damaged: Object of type Tensor"),
+    ],
+)
+def test_what_is_another_run_by_now_is_planned_anew(
+    options: dict[str, Any],
+    change: dict[str, Any] | None,
+    said: str,
+    interrupted: tuple[Path, Any, dict[str, Any]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = interrupted[0]
+    monkeypatch.setattr(partitioning, "profile_model", partial(profile_model, seconds=0.0))
+    if change is not None:
+        checkpoint = torch.load(path, weights_only=False)
+        checkpoint["async_multipipe"]["plan"] |= change
+        path = tmp_path / "changed.ckpt"
+        torch.save(checkpoint, path)
+    with caplog.at_level("INFO"):
+        resumed(measuring(**options), path, Saves(tmp_path, epochs=False), max_epochs=2)
+    notes = [record.getMessage() for record in caplog.records if "The model is planned anew" in record.getMessage()]
+    assert len(notes) == 1
+    assert re.search(said, notes[0])
 
 
 # Several processes
@@ -328,18 +458,28 @@ def _measured_by_ranks(path: Path) -> Any:
     strategy = AsyncMultiPipeStrategy(num_microbatches=4, partition="profile")
     trainer, losses = fit(module, shuffled(24, 8), strategy, 3)
     strategy.save_plan(path)
-    return observe(trainer, module, losses), strategy.describe()
+    plans = [strategy.describe()]
+    ends = []
+    for start in (None, path.parent / "step-8.ckpt"):
+        strategy = AsyncMultiPipeStrategy(num_microbatches=4, partition="profile")
+        weights, plan = resumed(strategy, start, Saves(path.parent, (8,), epochs=False), devices=3)
+        ends.append(weights)
+        plans.append(plan)
+    return observe(trainer, module, losses), *plans, *ends
 
 
-def test_ranks_agree_on_what_one_of_them_measured(tmp_path: Path) -> None:
+def test_ranks_agree_on_what_one_of_them_measured_and_on_what_they_resume(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     ranks = run_ranks(_measured_by_ranks, 3, path)
-    plans = [plan for _, plan in ranks]
+    for _, _, first, again, one, other in ranks:
+        assert first == again == ranks[0][2]
+        assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
+    plans = [plan for _, plan, *_ in ranks]
     assert plans[0]["planned_by"] == "profile"
     assert plans[0]["message_ms"] > 0
     assert plans[1] == plans[2] == plans[0]
     expected = train(Uneven, plan=path)
-    for observed, _ in ranks:
+    for observed, *_ in ranks:
         assert_close(observed.tensors, expected.tensors, "weights")
         assert observed.losses == expected.losses
 
@@ -396,15 +536,91 @@ def test_a_model_built_without_memory_starts_and_trains_like_one_on_one_device(o
     assert all(held.values())
 
 
-def _built_by_ranks() -> Any:
-    return built("ranks", max_staleness=0)
+class Evaluated(Built):
+    """Also has steps of evaluation; that of prediction needs the whole model."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = self.inputs(batch)
+        self.log("loss", F.mse_loss(self.net(x), y))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = self.inputs(batch)
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.net(x).sum(), x)
+        return gradient
 
 
-def test_each_rank_holds_only_what_it_hosts_from_the_beginning_to_the_end() -> None:
+EVALUATIONS = (("validate", False), ("test", True), ("predict", False), ("predict", True))
+"""Methods of the Trainer, and whether weights come from a checkpoint."""
+
+
+def evaluated(strategy: Callable[[], Any], devices: int, path: Path) -> list[tuple[Any, int]]:
+    """What evaluating models that were never trained gives, and how many parameters are held afterwards."""
+    found: list[tuple[Any, int]] = []
+    for method, loads in EVALUATIONS:
+        torch.manual_seed(1)
+        module = Evaluated()
+        trainer = pl.Trainer(
+            strategy=strategy(),
+            accelerator="cpu",
+            devices=devices,
+            precision="64-true",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            inference_mode=False,
+        )
+        loader = torch.utils.data.DataLoader(Points(12), 4)
+        result = getattr(trainer, method)(module, loader, ckpt_path=path if loads else None)
+        result = torch.cat(result) if method == "predict" else {k: float(v) for k, v in result[0].items()}
+        found.append((result, sum(p.device.type != "meta" for p in module.parameters())))
+    return found
+
+
+def three_devices(**options: Any) -> ReferenceStrategy:
+    return ReferenceStrategy(3, num_microbatches=4, num_pipelines=1, **options)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a trained model."""
+    path = tmp_path_factory.mktemp("trained") / "last.ckpt"
+    torch.manual_seed(5)
+    trainer, _ = fit(Evaluated(), shuffled(24, 8), "auto")
+    trainer.save_checkpoint(path)
+    return path
+
+
+def assert_evaluated_alike(found: list[tuple[Any, int]], expected: list[tuple[Any, int]]) -> None:
+    for (method, loads), (ours, _), (theirs, _) in zip(EVALUATIONS, found, expected, strict=True):
+        assert_close(ours, theirs, f"{method}, {loads}", 1e-9)
+
+
+def test_a_model_built_without_memory_is_evaluated_without_being_trained(trained: Path) -> None:
+    expected = evaluated(lambda: "auto", 1, trained)
+    assert not torch.equal(expected[2][0], expected[3][0])
+    assert_evaluated_alike(evaluated(three_devices, 1, trained), expected)
+
+
+def _built_by_ranks(path: Path) -> Any:
+    evaluation = evaluated(lambda: AsyncMultiPipeStrategy(num_microbatches=4, num_pipelines=1), 3, path)
+    return *built("ranks", max_staleness=0), evaluation
+
+
+def test_each_rank_holds_only_what_it_hosts_from_the_beginning_to_the_end(trained: Path) -> None:
     expected, _ = built("whole")
-    ranks = run_ranks(_built_by_ranks, 3)
+    ranks = run_ranks(_built_by_ranks, 3, trained)
+    on_one = evaluated(lambda: "auto", 1, trained)
     together: dict[str, Tensor] = {}
-    for observed, held in ranks:
+    for observed, held, evaluation in ranks:
+        assert_evaluated_alike(evaluation, on_one)
+        assert all(count < len(held) for _, count in evaluation[:2])
+        assert all(count == len(held) for _, count in evaluation[2:])  # its step needs all of them
         assert_close(observed.losses, expected.losses, "losses", 1e-9)
         assert set(observed.tensors) == {name for name, here in held.items() if here}
         assert len(observed.tensors) < len(expected.tensors)

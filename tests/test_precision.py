@@ -255,7 +255,9 @@ class Messages(pl.Callback):
 
 
 RANKS_IN = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
-REPLICAS = {"num_stages": 2, "data_parallel_size": 2, **EARLY}
+# Two replicas have halves of the gradient, so other parts of it overflow: nothing may be predicted from it here.
+EXTRAPOLATED = {**EARLY, "staleness_correction": "extrapolate"}
+REPLICAS = {"num_stages": 2, "data_parallel_size": 2, **EXTRAPOLATED}
 
 
 def _on_four_ranks(directory: Path) -> dict[str, Any]:
@@ -319,7 +321,7 @@ def test_an_overflow_in_one_replica_skips_the_step_everywhere(name: str, ranks: 
         assert largest_difference(found["parameters"], first["parameters"]) == 0.0
     assert sorted(len(rank[name]["owned"][0]) for rank in ranks) == [0, 0, 1, 1]
     assert (first["statistics"]["stale_microbatches"] > 0) == (name == "asynchronous")
-    options = {**EARLY, "max_staleness": int(name == "asynchronous")}
+    options = {**EXTRAPOLATED, "max_staleness": int(name == "asynchronous")}
     expected = train_overflowing(ReferenceStrategy(2, **options))
     assert first["losses"] == pytest.approx(expected["losses"], rel=rounding("16-mixed"))
     assert largest_difference(first["parameters"], expected["parameters"]) < rounding("16-mixed")

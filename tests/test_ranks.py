@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tests.support import rank_runs
 from tests.support.edge_basics import Points, Tower
 from tests.support.edge_models import NormTower
+from tests.support.edge_projects import PROJECTS
 from tests.support.edges import STAGES, Observed, assert_close, assert_same, run
 from tests.support.launch import run_ranks
 from tests.support.rank_runs import REPLICA_BATCH, REPLICA_EPOCHS, SCENARIOS
@@ -62,6 +63,7 @@ SAME_TO_RANKS = {
     "clipping by value before the step",
     "clipping by the norm after the backward",
     "norms by parameter after the backward",
+    *PROJECTS,  # some of which four ranks train
 }
 NAMES = [name for name in SCENARIOS if name not in SAME_TO_RANKS]
 assert len(NAMES) + len(SAME_TO_RANKS) == len(SCENARIOS)
@@ -191,7 +193,14 @@ def test_all_ranks_of_a_replica_see_each_epoch_in_one_order_of_its_own(ranks):
 # Replicas
 
 REPLICAS = {"num_stages": 2, "data_parallel_size": 2}
-IN_FOUR_STAGES = ("GPT-2 with padding", "GPT-2 with dropout", "BERT with its masked-language loss")
+IN_FOUR_STAGES = (
+    "GPT-2 with dropout",
+    "BERT with its masked-language loss",
+    "Llama",
+    "BART",
+    "a residual network",
+    "adapters",
+)
 
 
 def _on_four_ranks() -> dict[str, Observed]:
@@ -216,7 +225,7 @@ def replicas(four_ranks) -> list[dict[str, Observed]]:
 
 
 @pytest.mark.parametrize("name", IN_FOUR_STAGES)
-def test_transformers_in_four_stages_equal_the_emulated(name, four_ranks):
+def test_four_stages_equal_the_emulated(name, four_ranks):
     expected = run(SCENARIOS[name], "emulated", num_stages=4)
     for rank in four_ranks:
         assert_same(rank[name], expected)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpipe.errors import CutError, PeerFailure
 from lightning_asyncpipe.integration import guards, internals
+from lightning_asyncpipe.integration.averaging import AveragedParts, averages_in_parts
 from lightning_asyncpipe.integration.checkpoint import WholeModel, synchronise
 from lightning_asyncpipe.integration.clipping import InstalledGradients
 from lightning_asyncpipe.integration.evaluation_call import Kind
@@ -52,6 +53,7 @@ from lightning_asyncpipe.runtime.ownership import Ownership, ParameterInfo, assi
 from lightning_asyncpipe.runtime.program import StageProgram
 from lightning_asyncpipe.runtime.stages import StageRunner, StageTask
 from lightning_asyncpipe.runtime.staleness import share_and_largest
+from lightning_asyncpipe.runtime.step_state import changed, step_state
 from lightning_asyncpipe.runtime.trace import trace_step
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class Assembly:
         statistics: running statistics that forwards stage.
         local: metrics are complete on every rank.
         validation: what validation runs on; None where there is none.
+        averages: of weights, that callbacks keep.
         gradients: what has become ``.grad``, until the step is over.
         awaits_step: whether a window's gradients were handed over and no step has followed yet.
     """
@@ -94,6 +97,7 @@ class Assembly:
     statistics: RunningStatistics
     local: LocalMetrics
     validation: Evaluation | None
+    averages: list[AveragedParts]
     gradients: InstalledGradients = field(default_factory=InstalledGradients)
     awaits_step: bool = False
 
@@ -106,6 +110,8 @@ class Assembly:
         """Train on a batch; where the module's own ``optimizer_step`` has not stepped before, that step was skipped."""
         if self.awaits_step:
             self.step_is_over(skipped=True)
+        if not self.steps.count:
+            self.runner.random.refresh()  # hooks that ran before the first batch may have made generators
         return self.steps.run(*args, **kwargs)
 
     def step_is_over(self, skipped: bool) -> None:
@@ -132,17 +138,19 @@ class Assembly:
             utilisation (mean over ranks of the share of time spent in forwards and backwards), time_shares (mean
             over ranks of the share of time by what it was spent on, see ``runtime.timeline``), steps (batches),
             microbatches, stale_microbatches (those that met two weight versions in some stage), stale_share (of stage
-            forwards), max_staleness (the largest number of updates between a forward and its backward).
+            forwards), stale_share_by_stage, max_staleness (the largest number of updates between a forward and its
+            backward).
         """
         mine = self.executor.staleness
         parts = self.world.all_gather(
             {
                 "utilisation": self.executor.ledger.utilisation,
                 "time_shares": self.executor.ledger.shares,
-                "lags": [[lag, count] for (_, lag), count in sorted(mine.counts.items())],
+                "lags": [[stage, lag, count] for (stage, lag), count in sorted(mine.counts.items())],
             }
         )
-        stale_share, max_staleness = share_and_largest((lag, n) for part in parts for lag, n in part["lags"])
+        lags = [entry for part in parts for entry in part["lags"]]
+        stale_share, max_staleness = share_and_largest((lag, n) for _, lag, n in lags)
         return {
             "utilisation": sum(part["utilisation"] for part in parts) / len(parts),
             "time_shares": {
@@ -152,6 +160,10 @@ class Assembly:
             "microbatches": mine.microbatches,
             "stale_microbatches": mine.stale_microbatches,
             "stale_share": stale_share,
+            "stale_share_by_stage": [
+                share_and_largest((lag, n) for at, lag, n in lags if at == stage)[0]
+                for stage in range(self.geometry.num_stages)
+            ],
             "max_staleness": max_staleness,
         }
 
@@ -167,6 +179,8 @@ class Assembly:
         self.steps.close()
         if self.validation is not None:
             self.validation.close()
+        for average in self.averages:
+            average.close()
         self.runner.close()
         self.statistics.close()
         self.local.restore()
@@ -274,7 +288,9 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
         overriding is None,
         strategy.meet,
     )
-    whole = WholeModel(module, ownership, _buffer_owners(module, program, geometry), world)
+    buffer_owners = _buffer_owners(module, program, geometry)
+    whole = WholeModel(module, ownership, buffer_owners, world)
+    averages = averages_in_parts(trainer, module, ownership, buffer_owners, world, steps.flush)
     owned = ownership.owned(world.rank) if world.size > 1 else frozenset(parameters)
     if validation is not None:
         forwards = strategy.make_forward_executor(geometry)
@@ -305,6 +321,7 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
         statistics,
         local,
         validation,
+        averages,
     )
 
 
@@ -348,12 +365,15 @@ def assemble_evaluation(
     evaluation = find_evaluation(strategy, trainer, kind, loop, statistics)
     internals.set_random_states(states)
     whole: WholeModel | None = None
+    parameters = dict(module.named_parameters())
+    needed = frozenset(parameters)
     if evaluation.held is not None and not evaluation.runs_whole:
         program = next(iter(evaluation.found.values())).program
-        ownership = _keep_hosted(strategy, evaluation.held, dict(module.named_parameters()))
-        strategy.deferred.fill(module, strategy.hosted_by_this_process(ownership), world)
-        strategy.load_weights()
+        ownership = _keep_hosted(strategy, evaluation.held, parameters)
+        needed = strategy.hosted_by_this_process(ownership)
         whole = WholeModel(module, ownership, _buffer_owners(module, program, geometry), world)
+    strategy.deferred.fill(module, needed, world)
+    strategy.load_weights()
     forwards = strategy.make_forward_executor(geometry)
     local = LocalMetrics(module, world, geometry.num_stages)
     evaluation.connect(strategy, trainer, geometry, forwards, statistics, seed, local, whole)
@@ -440,7 +460,9 @@ def _cut(
     maker = PartitionMaker(
         strategy, find_cuts(trace), module, call, StageTask(arguments), samples, look_ahead, link, in_halves
     )
+    before = step_state(module)  # what the first run set once, as a cache, is set by now
     partition = maker.make()
+    call.name_changes(changed(before, step_state(module)))
     gc.collect()  # what the runs made is held by cycles
     return partition
 

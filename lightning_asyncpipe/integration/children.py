@@ -210,6 +210,8 @@ class QuietExit:
             if self._pipe is None and not board.seen_by_rank_0(2.0):
                 self._previous(kind, error, trace)
         elif self._pipe is not None:
+            if issubclass(kind, KeyboardInterrupt):
+                return  # Ctrl-C reaches all processes; that this one has ended by it, its exit code says
             lines = "".join(traceback.format_exception(kind, error, trace))
             head = f"rank {self._rank} failed:\n\n".encode()
             body = lines.encode(errors="backslashreplace")

@@ -27,7 +27,9 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_asyncpipe._private import own_store
 from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration import guards
+from lightning_asyncpipe.integration.afterwards import together
 from lightning_asyncpipe.integration.launchers import PopenLauncher, ProcessLauncher
+from lightning_asyncpipe.integration.terminal import quieten
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.geometry import Geometry
 from lightning_asyncpipe.runtime.channels import GlooTransport, Transport
@@ -104,6 +106,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        guards.check_session(self._start_method)
         _ = self.geometry  # before any process is started
         self._launcher: _Launcher | None
         if self._start_method == "popen":
@@ -120,6 +123,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         self._failed = False
+        quieten()
         super().setup_environment()
         self._connect_processes()
 
@@ -198,10 +202,11 @@ class ConnectedStrategy(ParallelStrategy):
         if self._has_failed or not _distributed_is_initialized():
             return  # in a hook that runs on an exception there is nobody to wait for
         self._begin_collective("strategy.barrier")
-        if torch.distributed.get_backend() == "nccl":
-            torch.distributed.barrier(device_ids=[self.root_device.index])
-        else:
-            torch.distributed.barrier()
+        with together(name or "strategy.barrier", over=self._board is None):
+            if torch.distributed.get_backend() == "nccl":
+                torch.distributed.barrier(device_ids=[self.root_device.index])
+            else:
+                torch.distributed.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._begin_collective("strategy.broadcast")

@@ -10,7 +10,6 @@ be run that way runs whole, each device on batches of its own, with all weights 
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from lightning_asyncpipe.integration.evaluation_data import (
     uninstall,
 )
 from lightning_asyncpipe.integration.metric_states import LocalMetrics, MetricWatch
+from lightning_asyncpipe.integration.plan_quality import stage_work
 from lightning_asyncpipe.plan.geometry import Geometry
 from lightning_asyncpipe.runtime.buffers import RunningStatistics
 from lightning_asyncpipe.runtime.candidates import Candidates, find_cuts
@@ -357,10 +357,7 @@ def _found(
 
 def _gain(candidates: Candidates, program: StageProgram) -> float:
     """How many times faster the stages are than the step as a whole, at best."""
-    times = [cut.time for cut in program.cuts]
-    stages = [0.0] * program.num_stages
-    for cut, cost in zip((None, *candidates.cuts), candidates.costs(), strict=True):
-        stages[0 if cut is None else bisect_right(times, cut.time)] += cost
+    stages = stage_work(candidates, program)
     return sum(stages) / max(stages) if any(stages) else 1.0
 
 

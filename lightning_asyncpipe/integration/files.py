@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
@@ -28,6 +29,9 @@ from torch import Tensor
 from lightning_asyncpipe.errors import CheckpointError
 
 _LARGE = ("state_dict", "optimizer_states")  # what whoever reads it copies
+_PICKLE = b"\x80"
+_OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how files of torch's format before archives begin
+_TORCHS_ADVICE = "Weights only load failed"  # paragraphs, to file an issue among others
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _HERE = -100  # AT_FDCWD
 
@@ -64,37 +68,65 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         local = local_path(path)
         mapped = local if local is not None and local.is_file() and zipfile.is_zipfile(local) else None
+        if local is not None and mapped is None:
+            _check_kind(local)
         try:
             if mapped is None:
                 return super().load_checkpoint(path, map_location, weights_only)
             loaded = torch.load(mapped, map_location, weights_only=weights_only, mmap=True)
-        except (FileNotFoundError, IsADirectoryError, PermissionError):
+        except (FileNotFoundError, PermissionError):
             raise
-        except (pickle.UnpicklingError, EOFError, RuntimeError, OSError, ValueError, KeyError) as error:
-            raise unreadable(path, error, complete=mapped is not None) from error
+        except pickle.UnpicklingError as error:
+            if mapped is not None or "GLOBAL" in str(error):
+                raise _refused(path, error, weights_only) from None
+            raise unreadable(path, error) from None
+        except (EOFError, RuntimeError, OSError, ValueError, KeyError) as error:
+            raise unreadable(path, error) from error
         return {
             key: value if key in _LARGE else apply_to_collection(value, Tensor, Tensor.clone)
             for key, value in loaded.items()
         }
 
 
-def unreadable(path: Any, error: BaseException, complete: bool) -> CheckpointError:
-    """The error for a file that cannot be read.
+def _check_kind(path: Path) -> None:
+    """Whether what is no archive may be a checkpoint all the same.
 
-    Args:
-        path: of the file.
-        error: what was raised.
-        complete: whether the file is as long as it was when it was written.
+    Raises:
+        CheckpointError: a folder, or a pickle that torch did not write: it would run it, and find no tensors.
     """
-    if complete and isinstance(error, pickle.UnpicklingError):
-        return CheckpointError(
-            f"the checkpoint {path} was refused: it holds more than tensors and plain values, and reading that can run "
-            "any code. If you trust the file, pass `weights_only=False`, as in `trainer.fit(..., weights_only=False)`. "
-            f"({error})"
+    if path.is_dir():
+        raise CheckpointError(
+            f"the checkpoint {path} is a folder: `lightning_asyncpipe.consolidate({str(path)!r}, file)` makes one file "
+            "of one that was saved with `save_distributed_checkpoint=True`"
         )
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        begin = file.read(len(_OLD_FORMAT))
+    if begin[:1] == _PICKLE and len(begin) == len(_OLD_FORMAT) and begin != _OLD_FORMAT:
+        raise CheckpointError(
+            f"the checkpoint {path} was refused: it is a pickle of Python, not a checkpoint, and reading one can run "
+            "any code. Nothing of it was run."
+        )
+
+
+def _refused(path: Any, error: Exception, weights_only: bool | None) -> CheckpointError:
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    what = f" ({found[1]})" if found else ""
+    trust = "If you trust the file, pass `weights_only=False`, as in `trainer.fit(..., weights_only=False)`."
     return CheckpointError(
-        f"the checkpoint {path} cannot be read: it is truncated, damaged or no checkpoint. Go on from an earlier one. "
-        f"({type(error).__name__}: {error})"
+        f"the checkpoint {path} was refused: it holds more than tensors and plain values{what}, and reading that can "
+        f"run any code. Nothing of it was run.{'' if weights_only else f' {trust}'}"
+    )
+
+
+def unreadable(path: Any, error: BaseException) -> CheckpointError:
+    """The error for a file that cannot be read."""
+    what = str(error).strip().partition("\n")[0]
+    reason = "" if what.startswith(_TORCHS_ADVICE) else f" ({type(error).__name__}: {what})"
+    return CheckpointError(
+        f"the checkpoint {path} cannot be read: it is truncated, damaged or no checkpoint. Go on from an earlier one."
+        f"{reason}"
     )
 
 

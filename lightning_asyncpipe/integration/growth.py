@@ -6,7 +6,7 @@ step sets are named in a warning: the step runs once for each micro-batch and st
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,7 +16,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration.outputs import MicroBatchOutput, detached
+from lightning_asyncpipe.runtime.step_state import plain_entries
 
+_SIZED = (dict, defaultdict, Counter, OrderedDict)  # attributes of these types change when what they hold does
+_MISSING = object()
 _NOT_THE_USERS = ("_hparams", "_metric_attributes", "log")  # what Lightning sets, or this package, in a step
 
 
@@ -58,10 +61,9 @@ class GrowthWatch:
 
         """
         self._grown = {}
-        before = {
-            name: _before(value) for name, value in vars(self._module).items() if isinstance(value, (list, deque))
-        }
-        others = {name: _state(value) for name, value in vars(self._module).items() if name not in before}
+        others = vars(self._module).copy()
+        before = {name: _before(value) for name, value in others.items() if isinstance(value, (list, deque))}
+        sizes = {name: _size(value) for name, value in others.items() if type(value) in _SIZED}
         try:
             yield
         except Exception:
@@ -69,10 +71,10 @@ class GrowthWatch:
         except BaseException:  # a stage that is not the last leaves `training_step` this way
             self._restore(before)
             self._grown = {}  # it may hold a graph
-            self._name_changes(others)
+            self._name_changes(others, sizes)
             raise
         self._restore(before)
-        self._name_changes(others)
+        self._name_changes(others, sizes)
 
     def take(self) -> dict[str, list[Any]]:
         """What the micro-batch watched last appended, detached, by attribute.
@@ -92,20 +94,29 @@ class GrowthWatch:
         for name, tail in grown.items():
             vars(self._module).setdefault(name, []).extend(tail)
 
-    def _name_changes(self, before: dict[str, Any]) -> None:
-        """Warn of attributes that were set, and of dicts that grew, each once."""
+    def _name_changes(self, before: dict[str, Any], sizes: dict[str, tuple[int, int, dict[Any, Any]]]) -> None:
+        """Warn of attributes that were set, and of dicts that changed, each once."""
         for name, value in vars(self._module).items():
+            was = before.get(name, _MISSING)
+            if value is was and type(value) not in _SIZED:
+                continue
             if name in self._named or name in _NOT_THE_USERS or isinstance(value, (list, deque)):
                 continue
-            if name in before and _same(before[name], _state(value)):
+            if (sizes.get(name) == _size(value)) if type(value) in _SIZED else _same(was, value):
                 continue
-            self._named.add(name)
-            rank_zero_warn(
-                f"`{self._step}` changes `self.{name}`. It runs once for each stage and part of a batch, on each rank "
-                "for its own ones, and early for some of the next batch, so the value is not that of the batch and "
-                "differs between ranks. Let neither the loss nor a hook depend on it; return what you need from "
-                f"`{self._step}`, append it to a list, or count in the hook that ends a batch."
-            )
+            self.name_change(name)
+
+    def name_change(self, name: str) -> None:
+        """Warn once that the step changes what is under this name."""
+        if name in self._named:
+            return
+        self._named.add(name)
+        rank_zero_warn(
+            f"`{self._step}` changes `self.{name}`. It runs once for each stage and part of a batch, on each rank "
+            "for its own ones, and early for some of the next batch, so the value is not that of the batch and "
+            "differs between ranks. The rest of the same call may use it, a hook or a later call may not: return "
+            f"what you need from `{self._step}`, append it to a list, or count in the hook that ends a batch."
+        )
 
     def _restore(self, before: dict[str, _Before]) -> None:
         attributes = vars(self._module)
@@ -122,15 +133,14 @@ class GrowthWatch:
                 self._grown[name] = tail
 
 
-def _state(value: Any) -> Any:
-    """What tells a change of an attribute: the value itself, for a dict how much is in it."""
-    if type(value) in (dict, defaultdict):
-        return len(value), sum(len(entry) for entry in value.values() if isinstance(entry, (list, deque)))
-    return value
+def _size(value: dict[Any, Any]) -> tuple[int, int, dict[Any, Any]]:
+    """How much is in a dict, and in lists in it, and the numbers and strings in it."""
+    lists = sum(len(entry) for entry in value.values() if isinstance(entry, (list, deque)))
+    return len(value), lists, plain_entries(value)
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, (int, float, str, tuple)) and one == other)
+    return type(one) is type(other) and isinstance(one, (int, float, str, tuple)) and one == other
 
 
 def _before(held: list[Any] | deque[Any]) -> _Before:

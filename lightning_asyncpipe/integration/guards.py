@@ -24,12 +24,13 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
 
 from lightning_asyncpipe.errors import CollectiveInStepError
+from lightning_asyncpipe.plan.geometry import positive
 
 # Point-to-point calls are not among them: the transport makes them.
 _COLLECTIVES = (
@@ -231,14 +232,15 @@ def check_arguments(
         )
     if not isinstance(weight_stash, bool):
         raise MisconfigurationException(f"weight_stash must be True or False, got {weight_stash!r}")
-    if staleness_correction not in ("auto", "none", "extrapolate"):
+    if staleness_correction not in ("auto", "none", "extrapolate", "predict"):
         raise MisconfigurationException(
-            f"staleness_correction must be 'auto', 'none' or 'extrapolate', got {staleness_correction!r}"
+            f"staleness_correction must be 'auto', 'none', 'extrapolate' or 'predict', got {staleness_correction!r}"
         )
-    if weight_stash and staleness_correction == "extrapolate":
+    if weight_stash and staleness_correction in ("extrapolate", "predict"):
         raise MisconfigurationException(
-            "weight_stash=True and staleness_correction='extrapolate' exclude each other: early forwards run either on "
-            "the weights before the update or on those that it is expected to lead to. Leave one of them out."
+            f"weight_stash=True and staleness_correction={staleness_correction!r} exclude each other: early forwards "
+            "run either on the weights before the update or on those that it is expected to lead to. Leave one of them "
+            "out."
         )
     if not isinstance(split_backward, bool) and split_backward != "auto":
         raise MisconfigurationException(f"split_backward must be True, False or 'auto', got {split_backward!r}")
@@ -255,6 +257,36 @@ def check_arguments(
     if start_method not in ("popen", "spawn", "fork", "forkserver"):
         raise MisconfigurationException(
             f"start_method must be 'popen', 'spawn', 'fork' or 'forkserver', got {start_method!r}"
+        )
+
+
+def checked_numbers(**numbers: Any) -> dict[str, Any]:
+    """The numbers of a plan as the user gave them; how they fit each other is seen once the world size is known.
+
+    Raises:
+        MisconfigurationException: one is neither "auto", where that is possible, nor an integer of at least 1.
+    """
+    for name, value in numbers.items():
+        if value == "auto" and name != "data_parallel_size":
+            continue
+        try:
+            positive(name, value, auto=name != "data_parallel_size")
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from None
+    return numbers
+
+
+def check_session(start_method: str) -> None:
+    """Refuse to start processes in a way that an interactive session has no means for.
+
+    Raises:
+        MisconfigurationException: names the way that works.
+    """
+    if start_method != "fork" and (hasattr(sys, "ps1") or sys.flags.interactive):
+        raise MisconfigurationException(
+            f"start_method={start_method!r} runs the script once more in each process, and an interactive session "
+            "(Jupyter, IPython) has none: use `Trainer(strategy=AsyncMultiPipeStrategy(start_method='fork'), ...)`, or "
+            "run the code as a script"
         )
 
 
@@ -302,10 +334,15 @@ def _check_callbacks(trainer: Trainer) -> None:
     """Refuse Lightning's callbacks that need the whole model on every rank."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+        if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(
                 f"`{name}` is not supported: it averages the weights that its rank sees, and each rank holds a part of "
-                "the model. Average the weights of checkpoints (`ModelCheckpoint(every_n_train_steps=...)`) instead."
+                "the model. Use `WeightAveraging`, with a learning rate schedule of your own."
+            )
+        if isinstance(callback, WeightAveraging) and getattr(trainer.strategy, "save_distributed_checkpoint", False):
+            raise MisconfigurationException(
+                f"`{name}` puts a second model in each checkpoint, which `save_distributed_checkpoint=True` does not "
+                "write in parts: leave one of them out."
             )
         if isinstance(callback, LearningRateFinder):
             raise MisconfigurationException(
@@ -340,6 +377,15 @@ def one_optimizer() -> Iterator[None]:
         raise MisconfigurationException(
             f"`configure_optimizers` returned several optimizers. {_ONE_OPTIMIZER}"
         ) from None
+
+
+def note_unpredictable(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Say that updates of these optimizers cannot be told in advance."""
+    rank_zero_info(
+        f"staleness_correction='predict' knows Adam, AdamW, SGD and Muon of torch.optim, not "
+        f"{', '.join(sorted({type(optimizer).__name__ for optimizer in optimizers}))}: early forwards run on "
+        "extrapolated weights (staleness_correction='extrapolate')."
+    )
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:

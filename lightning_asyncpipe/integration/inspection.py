@@ -30,10 +30,11 @@ def describe(path: Path) -> str:
         checkpoint = AtomicCheckpointIO().load_checkpoint(path, weights_only=True)
     if "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no state_dict, but {_listed(checkpoint)}")
-    return "\n".join([*_progress(checkpoint), "", *_weights(checkpoint["state_dict"], files), *_optimizers(checkpoint)])
+    lines = [*_progress(checkpoint, path), "", *_weights(checkpoint["state_dict"], files)]
+    return "\n".join([*lines, *_optimizers(checkpoint, resuming.names_of_states(checkpoint, path))])
 
 
-def _progress(checkpoint: Mapping[str, Any]) -> Iterator[str]:
+def _progress(checkpoint: Mapping[str, Any], path: Path) -> Iterator[str]:
     for key, title in (
         ("pytorch-lightning_version", "Lightning"),
         ("epoch", "epoch"),
@@ -41,9 +42,9 @@ def _progress(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     ):
         if key in checkpoint:
             yield f"{title:<14}{checkpoint[key]}"
-    own = checkpoint.get(resuming.KEY)
+    own = resuming.Randomness.of(checkpoint, path)
     if own is not None:
-        yield f"{'seed':<14}{own['seed']}"
+        yield f"{'seed':<14}{own.seed}"
     for key, title in (("callbacks", "callbacks"), ("hyper_parameters", "hyperparams")):
         if checkpoint.get(key):
             yield f"{title:<14}{_listed(checkpoint[key])}"
@@ -70,10 +71,9 @@ def _identity(tensor: Tensor) -> object:
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape
 
 
-def _optimizers(checkpoint: Mapping[str, Any]) -> Iterator[str]:
-    orders = (checkpoint.get(resuming.KEY) or {}).get("parameters", [])
+def _optimizers(checkpoint: Mapping[str, Any], orders: list[list[str]]) -> Iterator[str]:
     for number, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
-        names = dict(enumerate(name for group in orders[number] for name in group)) if number < len(orders) else {}
+        names = dict(enumerate(orders[number])) if number < len(orders) else {}
         states = optimizer["state"]
         tensors = [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
         yield ""

@@ -13,10 +13,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
@@ -105,6 +107,57 @@ class Termination:
         """Give the trainer its own handling back."""
         self._connector.__dict__.pop("_sigterm_notifier_fn", None)
         self._loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
+class ValidationClock:
+    """Lets all ranks validate when it is time on the first one, where the interval is a time.
+
+    Lightning looks at the clock of each process, ``_TrainingEpochLoop._should_check_val_fx`` with
+    ``Trainer._val_check_time_interval``, replaced on the trainer given; checked on 2.6.6.
+
+    Args:
+        trainer: the trainer that fits.
+        agree: gives every rank the decision of the first one; all ranks call it at the same point.
+    """
+
+    def __init__(self, trainer: pl.Trainer, agree: Callable[[bool], bool]) -> None:
+        self._loop = trainer.fit_loop.epoch_loop
+        self._agree = agree
+        if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
+            self._loop._should_check_val_fx = self._is_time  # type: ignore[method-assign]
+
+    def _is_time(self, data_fetcher: Any) -> bool:
+        return self._agree(type(self._loop)._should_check_val_fx(self._loop, data_fetcher))
+
+    def restore(self) -> None:
+        """Give the loop its own method back."""
+        self._loop.__dict__.pop("_should_check_val_fx", None)
+
+
+class AveragingCallback:
+    """A ``WeightAveraging`` whose copy of the model, and what it does with it, can be replaced.
+
+    ``_average_model``, ``_swap_models``, ``_copy_average_to_current``; checked on 2.6.6.
+    """
+
+    def __init__(self, callback: WeightAveraging) -> None:
+        self._callback = callback
+
+    @property
+    def average(self) -> AveragedModel:
+        """The copy; there is one from the callback's ``setup`` on."""
+        assert self._callback._average_model is not None
+        return self._callback._average_model
+
+    def replace(self, swap: Callable[[Any], None], copy: Callable[[Any], None], save: Callable[..., None]) -> None:
+        """Swap weights and averages, copy averages to weights, and save, in another way."""
+        vars(self._callback).update(_swap_models=swap, _copy_average_to_current=copy, on_save_checkpoint=save)
+
+    def restore(self) -> None:
+        """Give the callback its own methods back, without a copy of the model."""
+        for name in ("_swap_models", "_copy_average_to_current", "on_save_checkpoint"):
+            vars(self._callback).pop(name, None)
+        self._callback._average_model = None
 
 
 def validation_in_fit(trainer: pl.Trainer) -> bool:

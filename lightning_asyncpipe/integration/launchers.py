@@ -33,6 +33,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
     _hydra_subprocess_cmd,
 )
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _GlobalStateSnapshot,
     _MultiProcessingLauncher,
@@ -54,9 +55,12 @@ from lightning_asyncpipe.integration.children import (
     enter_child,
     how_it_ended,
 )
+from lightning_asyncpipe.integration.parts import explain
 from lightning_asyncpipe.runtime.failure import Failure, FailureBoard, failure_of
 from lightning_asyncpipe.runtime.lifeline import tie_to_multiprocessing_parent
 
+_OUTCOME = "outcome.pt"
+_NO_GUARD = 78  # exit code of a process in which the script starts processes where it should define things alone
 _OWN_END = 4.5  # seconds that processes have to end by themselves once one has failed
 # Not errors but ways to stop: a rank that learns of one stops the same way, without a traceback.
 _STOPS: dict[str, type[BaseException]] = {"KeyboardInterrupt": KeyboardInterrupt, "SIGTERMException": SIGTERMException}
@@ -67,7 +71,7 @@ def first_failure(board: FailureBoard | None, error: BaseException) -> BaseExcep
     if board is None:
         return error
     failure = board.report(error)
-    if failure.rank == board.rank or isinstance(error, (KeyboardInterrupt, SystemExit)):
+    if (failure.rank == board.rank and not failure.is_lost) or isinstance(error, (KeyboardInterrupt, SystemExit)):
         return error
     if failure.kind == type(error).__name__ and failure.text.rstrip().endswith(str(error)):
         return error  # what all ranks raise at the same time, each says in its own words
@@ -195,6 +199,15 @@ class PopenLauncher(_SubprocessScriptLauncher):
         return _basic_subprocess_cmd(), None
 
 
+def _lacks_main_guard() -> bool:
+    """Whether this process is only just being started, by running the script up to here."""
+    try:
+        _check_missing_main_guard()
+    except RuntimeError:
+        return True
+    return False
+
+
 _launched: Children | None = None  # a later Trainer of the same script uses the same children
 
 
@@ -203,7 +216,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     The weights that the main process's module has afterwards are the strategy's ``final_state``:
     a dictionary as of ``state_dict()``, of the whole model, which the strategy must have set on
-    global rank 0 before its ``teardown`` has ended.
+    global rank 0 before its ``teardown`` has ended. What else the main process's strategy should
+    know of the run is ``outcome()``, tensors and plain values, given to its ``take_outcome``.
     """
 
     def __init__(
@@ -242,8 +256,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
         """
         if self._start_method in ("fork", "forkserver"):
             _check_bad_cuda_fork()
-        if self._start_method == "spawn":
-            _check_missing_main_guard()
+        if self._start_method != "fork" and _lacks_main_guard():
+            sys.stdout.flush()
+            os._exit(_NO_GUARD)  # the main process says what is wrong, once; a server of forks keeps no other code
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if self._already_fit and fitting:
             raise NotImplementedError(
@@ -293,6 +308,12 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 dead = self._wait_for_all_or_one_failed()
         finally:  # also on Ctrl-C, which the terminal sends to all processes
             self._end_processes()
+        if dead is not None and self.procs[dead].exitcode == _NO_GUARD:
+            raise MisconfigurationException(
+                f"start_method={self._start_method!r} runs the script from its top in each process, where it comes to "
+                'this call again: put all that the script does under `if __name__ == "__main__":`, or leave '
+                "start_method at 'popen', which needs no guard"
+            )
         if dead is not None:
             raise as_exception(self._failure(dead))
         return queue.get()
@@ -361,6 +382,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
         if weights is None:
             return
         module = trainer.lightning_module
+        outcome = Path(self._directory) / _OUTCOME
+        if outcome.exists():
+            self._strategy.take_outcome(torch.load(outcome, weights_only=True))  # type: ignore[attr-defined]
         if is_overridden("configure_model", module):
             module.configure_model()  # layers that so far exist in the workers only
         state = torch.load(weights, weights_only=False)  # written by our own process, just now
@@ -378,6 +402,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     def _exit(self, error: BaseException) -> NoReturn:
         """End this process after ``error``; the main process raises the first failure."""
+        explain(error, getattr(self._strategy, "lightning_module", None))
         if self._board is not None:
             self._board.report(error)
             self._record()
@@ -410,6 +435,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 raise PipelineError("the strategy has no final_state to give to the main process")
             weights = os.path.join(self._directory, "weights.pt")
             torch.save(state, weights)
+            if hasattr(self._strategy, "outcome"):
+                torch.save(self._strategy.outcome(), os.path.join(self._directory, _OUTCOME))
         return _WorkerOutput(
             getattr(checkpoint, "best_model_path", None),
             weights,

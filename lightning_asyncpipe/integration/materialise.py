@@ -56,8 +56,9 @@ class DeferredModel:
             if name in empty:
                 trained = parameter.requires_grad
                 shell = nn.Parameter(torch.zeros((), dtype=parameter.dtype, device=device), requires_grad=False)
-                shell.data = shell.data.expand(parameter.shape)
-                hollow(shell)
+                zero = shell.data
+                shell.data = zero.expand(parameter.shape)
+                hollow(shell, zero)  # not NaN, which the step may refuse when it is traced
                 swap(parameter, shell)
                 parameter.requires_grad_(trained)
                 self._templates[name] = shell

@@ -146,6 +146,9 @@ class LearningRates:
     Args:
         optimizers: as the user configured them, before they are pruned to what a rank owns.
         parameters: the parameters to tell of, by name.
+
+    Attributes:
+        places: for each parameter that an optimizer has, that optimizer and the number of the group.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
@@ -155,13 +158,11 @@ class LearningRates:
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
-        self._places = {
-            name: places[id(parameter)] for name, parameter in parameters.items() if id(parameter) in places
-        }
+        self.places = {name: places[id(parameter)] for name, parameter in parameters.items() if id(parameter) in places}
 
     def of(self, name: str) -> float:
         """The learning rate as it is set now; 0 for a parameter that no optimizer has."""
-        place = self._places.get(name)
+        place = self.places.get(name)
         if place is None:
             return 0.0
         optimizer, number = place

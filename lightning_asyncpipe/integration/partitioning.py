@@ -13,17 +13,21 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_asyncpipe.errors import CutError
+from lightning_asyncpipe.integration.plan_quality import poor, stage_work
+from lightning_asyncpipe.integration.precision import shared_copies
+from lightning_asyncpipe.integration.saved_plans import NAME, plan_to_resume, target_of
 from lightning_asyncpipe.integration.stepcall import StepCall
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.choice import Chosen, Request, choose_plan
@@ -36,8 +40,9 @@ from lightning_asyncpipe.plan.report import (
     describe_geometry,
     describe_stages,
     table,
+    with_predictions,
 )
-from lightning_asyncpipe.plan.saved import check_plan, costs_of, plan_content, read_plan
+from lightning_asyncpipe.plan.saved import check_plan, costs_of, geometry_of, read_plan
 from lightning_asyncpipe.runtime.candidates import Candidates, Cut
 from lightning_asyncpipe.runtime.cuts import choose_cuts
 from lightning_asyncpipe.runtime.profile import profile_model
@@ -60,7 +65,7 @@ MESSAGE_SHARE = 0.05
 BANDWIDTH = 2e9
 """Bytes a second that a message is taken to travel at where none was measured."""
 
-STALENESS_TOLERANCE = 0.03
+STALENESS_TOLERANCE = 0.01
 """The share of time that schedules give up for fewer forwards on old weights."""
 
 _TRIAL = (512, 1024)
@@ -112,7 +117,7 @@ class Partition:
         return cls(program, geometry, costs, frozenset(message["in_halves"]), json.loads(message["description"]))
 
 
-def check_arguments(partition: str, memory_limit: int | None, plan: object) -> None:
+def check_arguments(partition: str, memory_limit: int | None, plan: object, cuts: object) -> None:
     """Refuse values that cannot be.
 
     Raises:
@@ -128,9 +133,12 @@ def check_arguments(partition: str, memory_limit: int | None, plan: object) -> N
         )
     if plan is not None and not isinstance(plan, (str, os.PathLike)):
         raise MisconfigurationException(f"plan={plan!r}: give the path of a file that `strategy.save_plan(path)` wrote")
-    if plan is not None and (partition != "auto" or memory_limit is not None):
+    given = {"partition": partition != "auto", "memory_limit": memory_limit is not None, "cuts": cuts != "auto"}
+    if plan is not None and any(given.values()):
+        named = " and ".join(f"`{name}`" for name, is_given in given.items() if is_given)
         raise MisconfigurationException(
-            "plan=... says how the model is partitioned: leave `partition` and `memory_limit` out"
+            f"plan={os.fspath(plan)!r} says how the model is partitioned, and where it is cut: leave {named} out, or "
+            "the plan"
         )
 
 
@@ -166,7 +174,7 @@ class PartitionMaker:
 
     strategy: AsyncMultiPipeStrategy
     candidates: Candidates
-    module: nn.Module
+    module: pl.LightningModule
     call: StepCall
     task: StageTask
     samples: tuple[int, int]
@@ -180,16 +188,25 @@ class PartitionMaker:
         self.geometry = self.strategy.geometry
 
     def make(self) -> Partition:
-        """The plan.
+        """The plan, with a warning if it is a poor one.
 
         Raises:
             CutError: the model cannot be cut as asked.
             ValueError: a plan is for something else, or nothing fits the memory.
         """
+        partition = self.make_any()
+        work = stage_work(self.candidates, partition.program)
+        fault = poor(work, partition.geometry, partition.description)
+        if fault is not None:
+            rank_zero_warn(fault)
+        return partition
+
+    def make_any(self) -> Partition:
+        """The plan, good or poor."""
         if self.strategy.plan is not None:
             return self.from_file(self.strategy.plan)
         if way_of(self.strategy) == "profile":
-            return self.by_profile(timed=True)
+            return self.resumed() or self.by_profile(timed=True)
         if self.strategy.memory_limit is not None:
             return self.by_profile(timed=False)
         program = proven_program(
@@ -213,74 +230,66 @@ class PartitionMaker:
         asked = {name: value for name, value in strategy.asked_numbers().items() if value != "auto"}
         asked["num_stages"] = self.geometry.num_stages
         check_plan(path, content, target_of(strategy, self.module), asked)
+        return self.from_content(content, f"the plan {str(path)!r}", f"the file {os.fspath(path)}")
+
+    def resumed(self) -> Partition | None:
+        """The plan that the checkpoint holds from which this run goes on, if it fits."""
+        entry = self.strategy.resumed_plan
+        if entry is None:
+            return None
+        content = plan_to_resume(entry, self.strategy, self.module, "profile")
+        if content is None:
+            return None
+        try:
+            return self.from_content(content, NAME, "profile")
+        except CutError as error:
+            rank_zero_info(f"{error}. The model is planned anew.")
+            return None
+
+    def from_content(self, content: Mapping[str, Any], name: str, way: str) -> Partition:
+        """The plan that a file or a checkpoint holds.
+
+        Args:
+            content: checked.
+            name: what it is called in messages.
+            way: how it came about, for the description.
+
+        Raises:
+            CutError: the step of this model cannot be cut there.
+        """
         known = {json.dumps(_identity(cut)): cut for cut in self.candidates.cuts}
         chosen = []
         for cut in content["cuts"]:
             found = known.get(json.dumps(cut))
             if found is None:
                 raise CutError(
-                    f"the plan {str(path)!r} is for another model: it has a cut at {cut}, and the step of this one "
-                    "cannot be cut there"
+                    f"{name} is for another model: it has a cut at {cut}, and the step of this one cannot be cut there"
                 )
             chosen.append(found)
-        numbers = content["geometry"]
-        geometry = Geometry(
-            numbers["num_stages"],
-            numbers["num_pipelines"],
-            numbers["num_microbatches"],
-            numbers["max_in_flight"],
-            self.geometry.replicas,
-        )
+        geometry = replace(geometry_of(content), replicas=self.geometry.replicas)
         program = build_program(self.candidates, chosen)
         prove(self.module, program, self.call.observed, self.task, self.context, None)
-        description = self.describe(program, geometry, f"the file {os.fspath(path)}")
-        stored = content.get("description")
-        if isinstance(stored, dict):
-            description = {**description, **stored, "planned_by": description["planned_by"]}
+        description = self.describe(program, geometry, way)
+        description = with_predictions(description, content.get("description"))
         return Partition(program, geometry, costs_of(content), self.in_halves(program), description)
 
     def by_profile(self, timed: bool) -> Partition:
-        state, seconds = optimizer_costs(self.strategy.optimizers, next(self.module.parameters()).device)
-        confirmed = False
-        while True:
-            try:
-                profile = profile_model(
-                    self.candidates,
-                    self.module,
-                    self.call,
-                    self.task,
-                    self.context,
-                    state_bytes=state,
-                    step_seconds=seconds if timed else 0.0,
-                    samples=self.samples[0],
-                    timed=timed,
-                )
-                forward = sum(unit.forward for unit in profile.units) / self.geometry.num_stages
-                profile = replace(profile, link=self.link or Link(MESSAGE_SHARE * forward, BANDWIDTH))
-                named = None
-                if self.names is not None:
-                    cuts = choose_cuts(self.candidates, self.geometry.num_stages, self.names)
-                    named = tuple(self.candidates.cuts.index(cut) for cut in cuts)
-                elif len(self.candidates.cuts) < self.geometry.num_stages - 1:
-                    choose_cuts(self.candidates, self.geometry.num_stages)  # says what is wrong
-                wanted = bool(self.strategy.split_backward)
-                chosen, program = self.choose(profile, named, wanted)
-                in_halves = self.in_halves(program)
-                if wanted and len(in_halves) < program.num_stages:
-                    chosen, program = self.choose(profile, named, False)
-                    in_halves = self.in_halves(program)
-                break
-            except ValueError:
+        failed: Exception | None = None
+        try:
+            profile, chosen, program, in_halves = self.best(timed)
+        except ValueError:
+            raise
+        except Exception as error:
+            if self.names is not None:
                 raise
-            except Exception:
-                # Some place may only seem to be one to cut at: leave those out that a run in stages shows to be wrong.
-                if confirmed or self.names is not None:
-                    raise
-                before = self.candidates
-                self.candidates = confirm(before, self.module, self.call.observed, self.task, self.context)
-                if self.candidates is before:
-                    raise
-                confirmed = True
+            failed = error
+        if failed is not None:
+            # Some place may only seem to be one to cut at: leave those out that a run in stages shows to be wrong.
+            before = self.candidates
+            self.candidates = confirm(before, self.module, self.call.observed, self.task, self.context)
+            if self.candidates is before:
+                raise failed
+            profile, chosen, program, in_halves = self.best(timed)
         way = "profile" if timed else "operations"
         description = self.describe(program, chosen.geometry, way)
         if timed:
@@ -290,6 +299,37 @@ class PartitionMaker:
                 entry["memory"] = vars(memory).copy()
         costs = undivided(chosen.planner.costs, in_halves)
         return Partition(program, chosen.geometry, costs, in_halves, description)
+
+    def best(self, timed: bool) -> tuple[ModelProfile, Chosen, StageProgram, frozenset[int]]:
+        """The profile, the best plan for it, its program, and the stages whose backwards are run in halves."""
+        state, seconds = optimizer_costs(self.strategy.optimizers, next(self.module.parameters()).device)
+        profile = profile_model(
+            self.candidates,
+            self.module,
+            self.call,
+            self.task,
+            self.context,
+            state_bytes=state,
+            step_seconds=seconds if timed else 0.0,
+            samples=self.samples[0],
+            timed=timed,
+            copies=partial(shared_copies, self.strategy.precision_plugin, self.module),
+        )
+        forward = sum(unit.forward for unit in profile.units) / self.geometry.num_stages
+        profile = replace(profile, link=self.link or Link(MESSAGE_SHARE * forward, BANDWIDTH))
+        named = None
+        if self.names is not None:
+            cuts = choose_cuts(self.candidates, self.geometry.num_stages, self.names)
+            named = tuple(self.candidates.cuts.index(cut) for cut in cuts)
+        elif len(self.candidates.cuts) < self.geometry.num_stages - 1:
+            choose_cuts(self.candidates, self.geometry.num_stages)  # says what is wrong
+        wanted = bool(self.strategy.split_backward)
+        chosen, program = self.choose(profile, named, wanted)
+        in_halves = self.in_halves(program)
+        if wanted and len(in_halves) < program.num_stages:
+            chosen, program = self.choose(profile, named, False)
+            in_halves = self.in_halves(program)
+        return profile, chosen, program, in_halves
 
     def choose(self, profile: ModelProfile, named: tuple[int, ...] | None, split: bool) -> tuple[Chosen, StageProgram]:
         """The best plan with backwards in halves or whole, and its program, proved."""
@@ -353,26 +393,6 @@ def _nbytes(cut: Cut) -> int:
 def _identity(cut: Cut) -> list[Any]:
     """What tells a cut from all others of a model, for a file."""
     return [cut.begins, cut.way, list(cut.call), list(cut.positions)]
-
-
-def target_of(strategy: AsyncMultiPipeStrategy, module: nn.Module) -> dict[str, Any]:
-    """What a plan is for."""
-    kind = type(module)
-    return {
-        "model": f"{kind.__module__}.{kind.__qualname__}",
-        "device": strategy.root_device.type,
-        "precision": str(strategy.precision_plugin.precision),
-        "parameters": {
-            name: f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}" for name, p in module.named_parameters()
-        },
-    }
-
-
-def saved_plan(strategy: AsyncMultiPipeStrategy, partition: Partition, module: nn.Module) -> dict[str, Any]:
-    """The content of a file for a plan."""
-    description = {k: v for k, v in partition.description.items() if k not in ("cuts", "planned_by")}
-    cuts = partition.description["cuts"]
-    return plan_content(target_of(strategy, module), partition.geometry, cuts, partition.costs, description)
 
 
 def uniform_costs(num_stages: int, in_halves: frozenset[int]) -> Costs:

@@ -1,4 +1,4 @@
-"""What a checkpoint of this strategy holds beside what every checkpoint of Lightning holds: its randomness.
+"""What a checkpoint of this strategy holds beside what every checkpoint of Lightning holds: its randomness, its plan.
 
 A resumed training must draw the numbers that it would have drawn had it not been interrupted. The randomness of steps
 is a function of the seed, so the seed is saved. Loaders and hooks draw from the global generators, so their states are
@@ -49,8 +49,12 @@ class Randomness:
         }
 
     @classmethod
-    def of(cls, checkpoint: Mapping[str, Any]) -> Randomness | None:
+    def of(cls, checkpoint: Mapping[str, Any], path: object = "") -> Randomness | None:
         """What a checkpoint holds; None if it is one of another strategy.
+
+        Args:
+            checkpoint: that was read.
+            path: where from, for messages.
 
         Raises:
             CheckpointError: it is not what :meth:`to_dict` gives.
@@ -58,20 +62,55 @@ class Randomness:
         saved = checkpoint.get(KEY)
         if saved is None:
             return None
+        if not isinstance(saved, Mapping):
+            raise _damaged(path, "", f"it is {type(saved).__name__}, not a dict")
+        key = "seed"
         try:
-            before = saved["before_next_batch"]
-            return cls(
-                int(saved["seed"]),
-                _with_arrays(saved["random_states"]),
-                None if before is None else _with_arrays(before),
-                list(saved["generators"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"the entry {KEY!r} of the checkpoint is not what this version of lightning-asyncpipe writes "
-                f"({error!r}): delete the entry to go on with fresh random states, or resume with the version that "
-                "wrote it"
-            ) from error
+            seed = int(saved[key])
+            key = "random_states"
+            states = _with_arrays(saved[key])
+            key = "before_next_batch"
+            before = None if saved[key] is None else _with_arrays(saved[key])
+            key = "generators"
+            generators = list(saved[key])
+            if not all(isinstance(state, Tensor) for state in generators):
+                raise TypeError("not all are tensors")
+        except KeyError as error:
+            raise _damaged(path, key, f"{error} is missing") from None
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise _damaged(path, key, str(error)) from None
+        return cls(seed, states, before, generators)
+
+
+def _damaged(path: object, key: str, what: str) -> CheckpointError:
+    entry = f"{KEY!r}, {key!r}" if key else repr(KEY)
+    return CheckpointError(
+        f"the checkpoint {path} is damaged: the entry {entry} is not what this version of lightning-asyncpipe writes "
+        f"({what}). Delete the entry {KEY!r} to go on with fresh random states and a new plan, or resume with the "
+        "version that wrote it."
+    )
+
+
+def names_of_states(checkpoint: Mapping[str, Any], path: object = "") -> list[list[str]]:
+    """For each optimizer the names of its parameters, in the order of its states; empty where nothing tells.
+
+    Raises:
+        CheckpointError: it is not what this strategy writes.
+    """
+    saved = checkpoint.get(KEY) or {}
+    if not isinstance(saved, Mapping):
+        raise _damaged(path, "", f"it is {type(saved).__name__}, not a dict")
+    orders = saved.get("parameters", [])
+    try:
+        return [[str(name) for group in order for name in group] for order in orders]
+    except TypeError as error:
+        raise _damaged(path, "parameters", str(error)) from None
+
+
+def plan_of(checkpoint: Mapping[str, Any]) -> Any:
+    """The plan that a checkpoint holds, not checked; None if it holds none. See :mod:`.saved_plans`."""
+    saved = checkpoint.get(KEY)
+    return saved.get("plan") if isinstance(saved, Mapping) else None
 
 
 def own_generators(loaders: Iterable[object]) -> list[Generator]:
@@ -122,5 +161,10 @@ def _with_arrays(states: Mapping[str, Any]) -> dict[str, Any]:
     if "numpy" in full:
         kind, twister, *rest = full["numpy"]
         full["numpy"] = (kind, twister.numpy().astype("uint32"), *rest)
+    present = internals.collect_random_states()
     _ = full["torch"], full["python"]
+    try:  # they need not be what they say they are
+        internals.set_random_states(full)
+    finally:
+        internals.set_random_states(present)
     return full

@@ -139,13 +139,19 @@ class ShardedCheckpoint:
                 "strategy's tools, and resume from the file"
             )
         values = self.rest.pop(_VALUES)
-        self._extra: dict[str, Any] = values["state_dict"]
-        self._names: dict[str, str] = values["names"]
-        self._optimizers: list[dict[str, Any]] | None = values["optimizers"]
+        try:
+            self._extra: dict[str, Any] = dict(values["state_dict"])
+            self._names: dict[str, str] = dict(values["names"])
+            self._optimizers: list[dict[str, Any]] | None = values["optimizers"]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged: the entry {_VALUES!r} of its {META} is not what this version of "
+                f"lightning-asyncpipe writes ({type(error).__name__}: {error}). Go on from an earlier one."
+            ) from None
         try:
             self._reader = PartReader(path)
         except Exception as error:  # unpickling damaged bytes can raise anything
-            raise unreadable(path, error, complete=False) from error
+            raise unreadable(path, error) from error
         self._weights: list[str] = []
         self._states: dict[tuple[int, int], list[str]] = {}
         for name in self._reader.index.state_dict_metadata:
@@ -164,7 +170,7 @@ class ShardedCheckpoint:
         try:
             self._reader.read(tensors)
         except Exception as error:
-            raise unreadable(self.path, error, complete=False) from error
+            raise unreadable(self.path, error) from error
 
     def load_into(self, module: nn.Module) -> dict[str, Any]:
         """Read the weights, into a module's own memory where they fit; returns them as a ``state_dict``."""

@@ -6,7 +6,7 @@ stage, and what it said until then counts for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -63,6 +63,12 @@ class StepCall:
         value = self(*args)
         said = said_tensors(self._recorder.calls, self._recorder.values, self._metrics.take())
         return Observed(said, value)
+
+    def name_changes(self, names: Iterable[str]) -> None:
+        """Warn of what the step changes in submodules, and in objects of the user's own, of which it is known."""
+        for name in names:
+            if "." in name:  # the module's own attributes are watched in every step
+                self._growth.name_change(name)
 
     def read(self, value: Any, index: int, size: int, step: int, replica: int = 0) -> MicroBatchOutput:
         """Check what the step of one micro-batch returned; see :func:`outputs.read`.

@@ -121,6 +121,7 @@ class TrainingSteps:
         self._look_ahead = look_ahead
         self.termination = internals.Termination(trainer)
         self.stopping = AgreedStop(trainer, world, meet)
+        self._clock = internals.ValidationClock(trainer, partial(self._decision_of_the_first, meet))
         self._agreement = Agreement(world, geometry)
         self._parameters = ParameterWatch(trainer.lightning_module)
         self._batch_norms = batch_norms(trainer.lightning_module)
@@ -215,6 +216,7 @@ class TrainingSteps:
             fingerprints=[microbatch.fingerprint(part) for part in parts],
             finish=lambda _index, _value: torch.zeros(()),
             step=index,
+            shares=[part.size * share for part in parts],
         )
         work.finish = partial(self._finish, work, parts, share)
         work.passed = lambda part, stage: self._call.passed(work, part, stage, self._replica)
@@ -238,6 +240,10 @@ class TrainingSteps:
         for _, records in packed:
             self._statistics.commit(self._statistics.unpack(records))
 
+    def _decision_of_the_first(self, meet: Callable[[str], None], mine: bool) -> bool:
+        meet("asks whether it is time to validate")
+        return bool(self._world.broadcast(mine))
+
     def random_states(self) -> Randomness:
         """With what training would go on from here."""
         return self._fetcher.random_states(self.seed)
@@ -246,6 +252,7 @@ class TrainingSteps:
         """Give the trainer back as it was."""
         self.termination.restore()
         self.stopping.restore()
+        self._clock.restore()
 
     def flush(self) -> None:
         """Forget early forwards and bring all replicas up to date; all ranks call it at the same point."""

@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_asyncpipe.monitor.picture import draw
+from lightning_asyncpipe.monitor.picture import check_formats, draw
 from lightning_asyncpipe.monitor.timeline import from_messages, to_message, write_trace
 from lightning_asyncpipe.runtime import microbatch
 from lightning_asyncpipe.runtime.staleness import share_and_largest
@@ -40,6 +40,10 @@ class PipelineMonitor(pl.Callback):
             before it.
         directory: where to; the trainer's ``default_root_dir`` if None.
         pictures: suffixes of pictures to draw beside the trace, such as ("png", "svg"); they need matplotlib.
+
+    Raises:
+        MisconfigurationException: a number or suffix has no meaning.
+        ModuleNotFoundError: pictures are asked for, and matplotlib is not installed.
     """
 
     def __init__(
@@ -51,6 +55,12 @@ class PipelineMonitor(pl.Callback):
     ) -> None:
         if every_n_batches < 0:
             raise MisconfigurationException(f"every_n_batches must be at least 0, got {every_n_batches}")
+        if isinstance(pictures, str):
+            raise MisconfigurationException(f"pictures must be a list of suffixes, such as [{pictures!r}], got a text")
+        try:
+            check_formats(pictures)
+        except ValueError as error:
+            raise MisconfigurationException(f"pictures={list(pictures)!r}: {error}") from None
         self.every_n_batches = every_n_batches
         self.timeline_batches = frozenset(timeline_batches)
         self.directory = directory

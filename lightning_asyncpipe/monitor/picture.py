@@ -21,6 +21,28 @@ _WAITS = {
 _SHORTEST = 0.02  # share of the picture's width that a bar must have to get a text
 
 
+def check_formats(suffixes: Sequence[str]) -> None:
+    """Whether pictures of these formats can be drawn here.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed; says how to install it.
+        ValueError: matplotlib writes no such format; lists those that it does.
+    """
+    if not suffixes:
+        return
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            'drawing a timeline needs matplotlib: `pip install matplotlib` (the package\'s extra "monitor"), or write '
+            "the trace alone and open it at https://ui.perfetto.dev"
+        ) from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    unknown = [suffix for suffix in suffixes if suffix not in known]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no format of a picture: choose from {', '.join(sorted(known))}")
+
+
 def draw(bars: Sequence[Bar], paths: Sequence[Path], title: str = "") -> None:
     """Draw a timeline and write it to all paths, in the formats that their suffixes name (png, svg, pdf).
 
@@ -30,15 +52,11 @@ def draw(bars: Sequence[Bar], paths: Sequence[Path], title: str = "") -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed; says how to install it.
     """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "drawing a timeline needs matplotlib: `pip install lightning-asyncpipe[monitor]`, or write the trace alone "
-            "and open it at https://ui.perfetto.dev"
-        ) from error
+    check_formats([path.suffix.removeprefix(".") for path in paths])
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     ranks = sorted({bar.rank for bar in bars})
     rows = {rank: row for row, rank in enumerate(ranks)}
     pipelines = sorted({bar.pipeline for bar in bars if bar.pipeline is not None})

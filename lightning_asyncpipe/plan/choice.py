@@ -78,7 +78,8 @@ class Chosen:
         cuts: indices of boundaries.
         planner: of its schedules.
         step_seconds: of a window, simulated.
-        early: forwards of a window that run on old weights.
+        early: forwards of a window that an update overtakes, weighted by their work.
+        shares: per stage, the share of its forwards that an update overtakes.
         memory: of each device, predicted.
     """
 
@@ -87,6 +88,7 @@ class Chosen:
     planner: Planner
     step_seconds: float
     early: float
+    shares: tuple[float, ...]
     memory: tuple[DeviceMemory, ...]
 
 
@@ -154,8 +156,8 @@ def _geometries(geometry: Geometry, request: Request) -> list[Geometry]:
     stages = geometry.num_stages
     numbers: list[int | Auto] = [request.num_pipelines]
     if request.num_pipelines == "auto":
-        numbers = [n for n in (1, *range(2, stages // 2 + 1, 2)) if n == 1 or n & (n - 1) == 0]
-        numbers += [n for n in (min(2, stages), stages // 2) if n and n not in numbers and (n == 2 or n % 2 == 0)]
+        even = range(2, stages // 2 + 1, 2)
+        numbers = [1, *(n for n in even if n & (n - 1) == 0 or n == stages // 2)]
     return [_resolve(request, n, geometry.num_microbatches) for n in numbers]
 
 
@@ -248,4 +250,4 @@ def _plan(profile: ModelProfile, geometry: Geometry, cuts: Cuts, request: Reques
     tables = Tables(placement, geometry.max_in_flight, costs, request.split_backward)
     held = holdings(tables, choice.policy, m, ahead)
     memory = predict(profile, cuts, placement, held, geometry.replicas, request.early_weights)
-    return Chosen(geometry, cuts, planner, choice.state.time, choice.state.early, memory)
+    return Chosen(geometry, cuts, planner, choice.state.time, choice.state.early, choice.state.shares, memory)

@@ -34,7 +34,17 @@ class Geometry:
         return Placement(self.num_stages, self.num_pipelines)
 
 
-def _positive(name: str, value: object, auto: bool = True) -> int:
+def positive(name: str, value: object, auto: bool = True) -> int:
+    """The value, if it is an integer of at least 1.
+
+    Args:
+        name: of the argument, for messages.
+        value: that was given.
+        auto: whether the message offers "auto".
+
+    Raises:
+        ValueError: it is not.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         choice = "'auto' or an integer" if auto else "an integer"
         raise ValueError(f"{name} must be {choice} of at least 1, got {value!r}")
@@ -53,8 +63,9 @@ def resolve(
     """Fill in what was left at "auto" and check the rest.
 
     * ``num_stages``: the world size divided by ``data_parallel_size``.
-    * ``num_pipelines``: 2 (one down, one up) where there are two devices. That evens out the activations that one
-      pipeline would pile up on its first device, at 2/D of the weights per device.
+    * ``num_pipelines``: 2 (one down, one up) from four devices on. That evens out the activations that one
+      pipeline would pile up on its first device, at 2/D of the weights per device. With fewer devices each would hold
+      most of the model, which is what a pipeline is there to avoid.
     * ``num_microbatches``: 4 D, with which the few micro-batches that meet two weight versions hardly matter.
     * ``max_in_flight``: enough that a micro-batch in every stage leaves nobody idle (N w >= D: each occupies its slot
       for D forwards and backwards), and two more where the backward is not split, since forwards and backwards then
@@ -63,31 +74,31 @@ def resolve(
     Raises:
         ValueError: with the value and what would do instead.
     """
-    replicas = _positive("data_parallel_size", data_parallel_size, auto=False)
+    replicas = positive("data_parallel_size", data_parallel_size, auto=False)
     if world_size % replicas:
         raise ValueError(
             f"{world_size} processes cannot be divided among data_parallel_size={replicas} replicas: "
             f"choose a data_parallel_size that divides {world_size}, or another number of devices"
         )
     available = world_size // replicas
-    stages = available if num_stages == "auto" else _positive("num_stages", num_stages)
+    stages = available if num_stages == "auto" else positive("num_stages", num_stages)
     if stages != available:
         raise ValueError(
             f"num_stages={stages} and data_parallel_size={replicas} need {stages * replicas} processes, but the "
             f"Trainer has {world_size} (devices * num_nodes): use devices={stages * replicas}, or leave num_stages "
             "at 'auto'"
         )
-    pipelines = min(2, stages) if num_pipelines == "auto" else _positive("num_pipelines", num_pipelines)
+    pipelines = (2 if stages >= 4 else 1) if num_pipelines == "auto" else positive("num_pipelines", num_pipelines)
     if pipelines > stages:
         raise ValueError(
             f"num_pipelines={pipelines} is more than the {stages} devices of a replica: every pipeline beyond that "
             f"would repeat one; choose 1 to {stages}"
         )
-    microbatches = 4 * stages if num_microbatches == "auto" else _positive("num_microbatches", num_microbatches)
+    microbatches = 4 * stages if num_microbatches == "auto" else positive("num_microbatches", num_microbatches)
     enough = max(2, -(-stages // pipelines))
     in_flight = (
         enough + (0 if split_backward or stages == 1 else 2)
         if max_in_flight == "auto"
-        else _positive("max_in_flight", max_in_flight)
+        else positive("max_in_flight", max_in_flight)
     )
     return Geometry(stages, pipelines, microbatches, in_flight, replicas)

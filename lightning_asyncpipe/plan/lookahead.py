@@ -20,7 +20,7 @@ _Gaps = list[tuple[float, float]]
 
 
 def early_forwards(
-    tables: Tables, current: Sequence[Operation], ahead: int, until: float, limit: int
+    tables: Tables, current: Sequence[Operation], ahead: int, until: float, limit: int, put_off: bool = False
 ) -> tuple[list[Operation], list[Operation]]:
     """Forwards of the next batch that fit into the waits of this one.
 
@@ -30,6 +30,7 @@ def early_forwards(
         ahead: micro-batches of the next batch.
         until: when all early forwards must be over.
         limit: the most early forwards of a device.
+        put_off: run them as late as possible, after as many weight gradients as possible.
 
     Returns:
         The current batch's operations, weight gradients moved, and the early forwards; each in an order of causes
@@ -54,9 +55,28 @@ def early_forwards(
         early.append((start, start + duration, FORWARD, slot, microbatch))
         if slot % stages < stages - 1:
             heappush(candidates, (start + duration + message, microbatch, slot + 1))
+    if put_off:
+        gaps = _gaps(tables, current, until)
+        early = _put_off(tables, early, gaps)
     if early and tables.split:
         return _weights_given_way(tables, current, early, gaps), early
     return list(current), early
+
+
+def _put_off(tables: Tables, early: Sequence[Operation], gaps: Sequence[_Gaps]) -> list[Operation]:
+    """The early forwards, each as late as the later ones of its device and of its micro-batch allow."""
+    needed: dict[tuple[int, int], float] = {}
+    late: list[Operation] = []
+    # The last one first: what is put off then takes no place of those that are not yet.
+    for at, _, kind, slot, microbatch in sorted(
+        early, key=lambda operation: (operation[0], operation[3]), reverse=True
+    ):
+        duration = tables.forward[slot]
+        start = _place_late(gaps[tables.device[slot]], at, needed.get((microbatch, slot), math.inf), duration)
+        needed[microbatch, slot - 1] = start - tables.message
+        late.append((start, start + duration, kind, slot, microbatch))
+    late.reverse()
+    return late
 
 
 def _entries(tables: Tables, current: Sequence[Operation], ahead: int) -> list[tuple[float, int, int]]:
@@ -123,6 +143,21 @@ def _weights_given_way(
             operation = start, start + duration, kind, slot, microbatch
         moved.append(operation)
     return moved
+
+
+def _place_late(gaps: _Gaps, at: float, until: float, duration: float) -> float:
+    """Takes the last piece of a gap from ``at`` on that holds ``duration`` and ends by ``until``; returns its begin.
+
+    ``at`` is known to be one. What takes no time needs no gap.
+    """
+    for index in range(len(gaps) - 1, -1, -1):
+        begin, end = gaps[index]
+        start = max(at, min(end, until) - duration)
+        if start >= begin and start + duration <= end:
+            pieces = ((begin, start), (start + duration, end))
+            gaps[index : index + 1] = [piece for piece in pieces if piece[0] < piece[1]]
+            return start
+    return at
 
 
 def _place(gaps: _Gaps, at: float, duration: float) -> float | None:

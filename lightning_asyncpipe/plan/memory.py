@@ -17,9 +17,12 @@ from lightning_asyncpipe.plan.replay import Order
 from lightning_asyncpipe.plan.steady import run_segment
 from lightning_asyncpipe.plan.tables import BACKWARD, FORWARD, WEIGHT, Tables
 
-EarlyWeights = Literal["live", "stash", "extrapolated"]
+EarlyWeights = Literal["live", "stash", "extrapolated", "predicted"]
 """What early forwards run on: the weights themselves, a copy of them, or a copy that is moved on by the last update,
-for which the weights before it are kept as well."""
+for which the weights before it are kept as well, or also by gradients, for which their gains are kept, too."""
+
+_COPIES: dict[EarlyWeights, int] = {"live": 0, "stash": 0, "extrapolated": 1, "predicted": 2}
+"""Copies of the trained weights that a device keeps all the time."""
 
 Held = tuple[tuple[int, int], ...]
 """Micro-batches that a device holds at some moment: (stage, how many)."""
@@ -46,7 +49,7 @@ class DeviceMemory:
     """Bytes on one device.
 
     Attributes:
-        weights: of the stages that it hosts, and copies for early forwards.
+        weights: of the stages that it hosts, copies for early forwards, and low-precision copies under autocast.
         optimizer: the optimizer's state of the parameters that it owns.
         gradients: sums over the window, and the gradients that the optimizer reads.
         activations: of the micro-batches in flight.
@@ -139,10 +142,12 @@ def predict(
         trained = frozenset(i for i in mine if profile.weights[i].gradient)
         owned = sum(profile.weights[i].nbytes // (len(hosts[i]) * replicas) for i in trained)
         state, owned_sums = share("state"), share("gradient")
-        copies = 0 if early_weights != "extrapolated" else profile.total(trained, "nbytes")
+        copies = _COPIES[early_weights] * profile.total(trained, "nbytes")
+        early = frozenset[int]().union(*(stages[stage].parameters for stage, n in held.between[device] if n))
         if early_weights != "live":
-            used = (stages[stage].parameters for stage, count in held.between[device] if count)
-            copies += profile.total(trained.intersection(frozenset[int]().union(*used)), "nbytes")
+            copies += profile.total(trained.intersection(early), "nbytes")
+        # One low-precision copy for each version of the weights that micro-batches in flight have met.
+        cast_early, cast = profile.total(early, "copy"), profile.total(mine, "copy")
         flying = max((_bytes(stages, vector) for vector in held.window[device]), default=0)
         waiting = _bytes(stages, held.between[device])
         largest = max((profile.weights[i].gradient for i in trained), default=0)
@@ -152,11 +157,11 @@ def predict(
             away = sum(profile.weights[i].gradient * (1 - 1 / (len(hosts[i]) * replicas)) for i in shared)
             # What is sent, what one host sends, their sum, and this device's own part, which is packed stage by stage.
             travelling = int(away) + 2 * owned_sums + owned_sums // len(placement.hosted(device))
-        window = sums + owned + flying + largest
-        end = sums + travelling + waiting
+        window = sums + owned + flying + largest + cast + cast_early
+        end = sums + travelling + waiting + cast_early
         result.append(
             DeviceMemory(
-                weights + copies,
+                weights + copies + cast_early + (cast if window >= end else 0),
                 state,
                 sums + owned if window >= end else sums,
                 flying if window >= end else waiting,

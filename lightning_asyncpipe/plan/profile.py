@@ -25,7 +25,8 @@ class Unit:
         name: the module that is called first in it.
         forward, input_grad, weight_grad: seconds; a backward is its two halves together.
         entry: seconds that a stage which begins here takes to get here, past what it skips.
-        saved: bytes that its forward keeps for its backward, but for parameters and what crosses its two ends.
+        saved: bytes that its forward keeps for its backward, but for parameters, copies of them that all micro-batches
+            share, and what crosses its two ends.
         parameters: indices of the parameters that it uses.
     """
 
@@ -64,6 +65,7 @@ class Weights:
         nbytes: of its weights.
         gradient: bytes of the sum of its gradients; 0 if it is not trained.
         state: bytes of its optimizer's state.
+        copy: bytes of the low-precision copy that all micro-batches share; 0 if there is none.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Weights:
     nbytes: int
     gradient: int = 0
     state: int = 0
+    copy: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,23 +176,16 @@ class ModelProfile:
     def costs(self, cuts: Sequence[int], placement: Placement) -> Costs:
         """What the actions of a schedule cost, in seconds.
 
-        A reduction takes as long as the message with a stage's share of gradients, the update as long as the
-        optimizer's step on what a device owns and the message with its new weights.
+        A device's link is shared by all stages that it hosts, whose last backwards come shortly after one another: a
+        reduction takes as long as all that the busiest device sends of its gradients, and an update as long as the
+        optimizer's step on what a device owns and all that it then sends of its new weights.
         """
         stages = self.stages(cuts)
         shares = [max(1, len(placement.hosts(stage))) for stage in range(len(stages))]
-        reduce = update = 0.0
-        if max(shares) > 1:
-            reduce = max(
-                self.link.seconds(self.total(s.parameters, "gradient") / n) for s, n in zip(stages, shares, strict=True)
-            )
-            update = max(
-                self.link.seconds(self.total(s.parameters, "nbytes") / n) for s, n in zip(stages, shares, strict=True)
-            )
-        owned = [
-            sum(self.total(stages[s].parameters, "nbytes") / shares[s] for s in placement.hosted(device))
-            for device in range(placement.num_stages)
-        ]
+        hosted = [placement.hosted(device) for device in range(placement.num_stages)]
+        reduce = self._exchange(stages, shares, hosted, "gradient")
+        update = self._exchange(stages, shares, hosted, "nbytes")
+        owned = [sum(self.total(stages[s].parameters, "nbytes") / shares[s] for s in numbers) for numbers in hosted]
         messages = [self.link.seconds(self.boundaries[cut].nbytes) for cut in cuts]
         inputs, weights = tuple(s.input_grad for s in stages), tuple(s.weight_grad for s in stages)
         return Costs(
@@ -202,8 +198,19 @@ class ModelProfile:
             update + self.step_seconds * max(owned),
         )
 
+    def _exchange(
+        self, stages: Sequence[Stage], shares: Sequence[int], hosted: Sequence[Sequence[int]], kind: str
+    ) -> float:
+        """Seconds in which the busiest device sends, of each stage, all shares but its own; 0 without replicas."""
+        if max(shares) == 1:
+            return 0.0
+        sent = [
+            sum(self.total(stages[s].parameters, kind) * (1 - 1 / shares[s]) for s in numbers) for numbers in hosted
+        ]
+        return self.link.seconds(max(sent))
+
     def total(self, parameters: frozenset[int], kind: str) -> int:
-        """The sum of an attribute (``"numel"``, ``"nbytes"``, ``"gradient"``, ``"state"``) over some parameters."""
+        """The sum over some parameters of ``"numel"``, ``"nbytes"``, ``"gradient"``, ``"state"`` or ``"copy"``."""
         return sum(getattr(self.weights[index], kind) for index in parameters)
 
     def scaled(self, samples: int) -> ModelProfile:

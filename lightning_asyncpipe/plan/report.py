@@ -9,6 +9,7 @@ from lightning_asyncpipe.plan.choice import Chosen
 from lightning_asyncpipe.plan.geometry import Geometry
 from lightning_asyncpipe.plan.profile import ModelProfile
 
+_NUMBERS = ("num_stages", "num_pipelines", "num_microbatches", "max_in_flight")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -51,6 +52,7 @@ def describe_stages(
                 "parameters": parameters[number],
                 "forward_ms": None,
                 "backward_ms": None,
+                "stale_share": None,
                 "message_shape": list(shape),
                 "message_dtype": dtype,
                 "message_bytes": nbytes,
@@ -73,9 +75,10 @@ def add_predictions(description: dict[str, Any], profile: ModelProfile, chosen: 
     """Put what a profile and a simulation say into a description of stages and devices."""
     geometry, placement = chosen.geometry, chosen.geometry.placement
     parts = profile.stages(chosen.cuts)
-    for entry, part in zip(description["stages"], parts, strict=True):
+    for entry, part, share in zip(description["stages"], parts, chosen.shares, strict=True):
         entry["forward_ms"] = 1e3 * part.forward
         entry["backward_ms"] = 1e3 * (part.input_grad + part.weight_grad)
+        entry["stale_share"] = share
     work = [part.forward + part.input_grad + part.weight_grad for part in parts]
     pipelines, m = geometry.num_pipelines, geometry.num_microbatches
     for entry in description["devices"]:
@@ -97,17 +100,32 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} {_UNITS[power]}" if power == 0 else f"{nbytes:.1f} {_UNITS[power]}"
 
 
+def with_predictions(description: dict[str, Any], stored: object) -> dict[str, Any]:
+    """A description with the times and memory that an earlier one, of a file, has of the same stages and devices.
+
+    Where that is none that can be shown, the description alone: nothing but what people read depends on it.
+    """
+    if not isinstance(stored, dict):
+        return description
+    own = {name: description[name] for name in (*_NUMBERS, "data_parallel_size", "planned_by")}
+    merged = {**description, **stored, **own}
+    try:
+        table(merged)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        return description
+    return merged
+
+
 def table(description: dict[str, Any]) -> str:
     """A description as text: a line of numbers, a table of stages, a table of devices."""
-    numbers = ("num_stages", "num_pipelines", "num_microbatches", "max_in_flight")
-    stages, pipelines, microbatches, in_flight = (description[number] for number in numbers)
+    stages, pipelines, microbatches, in_flight = (description[number] for number in _NUMBERS)
     lines = [
         f"{stages} stages, {pipelines} pipelines, {microbatches} micro-batches, {in_flight} in flight; "
         f"planned by {description['planned_by']}"
     ]
     if description["step_ms"] is not None:
         lines[0] += f", {description['step_ms']:.1f} ms a step simulated"
-    rows = [["stage", "begins at", "units", "parameters", "forward", "backward", "message", "devices"]]
+    rows = [["stage", "begins at", "units", "parameters", "forward", "backward", "stale", "message", "devices"]]
     for stage in description["stages"]:
         shape = "x".join(map(str, stage["message_shape"]))
         message = f"{stage['message_dtype']} {shape} {size(stage['message_bytes'])}" if shape else "-"
@@ -119,11 +137,12 @@ def table(description: dict[str, Any]) -> str:
                 str(stage["units"]),
                 f"{stage['parameters']:,}",
                 *("-" if ms is None else f"{ms:.2f} ms" for ms in times),
+                "-" if stage["stale_share"] is None else f"{stage['stale_share']:.2f}",
                 message,
                 ", ".join(map(str, stage["devices"])),
             ]
         )
-    lines += ["", *_aligned(rows, left=(1, 6, 7))]
+    lines += ["", *_aligned(rows, left=(1, 7, 8))]
     if description["devices"][0]["memory"] is None:
         return "\n".join(lines)
     rows = [

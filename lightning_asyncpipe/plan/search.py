@@ -70,7 +70,12 @@ def choose(
         search.simulate(policy)
         if search.spent():
             break
+    search.put_off()
     return search.best()
+
+
+def _staleness(state: SteadyState) -> tuple[float, float]:
+    return round(state.early, 6), round(state.uninformed, 6)
 
 
 class _Search:
@@ -93,7 +98,7 @@ class _Search:
         rows = tables.forward, tables.backward, tables.weight
         work = sum(sum(row) for row in rows) / tables.stages
         self.ideal = work * microbatches / tables.pipelines
-        self.front: list[Choice] = []  # no other is both faster and less early
+        self.front: list[Choice] = []  # no other is faster, less early and better informed
         self.operations = (3 if tables.split else 2) * microbatches * tables.stages
         fewest, most = _SEGMENTS
         self.segments = min(most, max(fewest, effort // _SHARE // self.operations))
@@ -105,20 +110,27 @@ class _Search:
         return self.left <= 0 or self.tried >= _CANDIDATES or perfect
 
     def best(self) -> Choice:
-        """The least early of those that are fast enough."""
+        """The least early of those that are fast enough, of these the one whose early forwards know most."""
         fastest = min(choice.state.time for choice in self.front)
         enough = [c for c in self.front if c.state.time <= fastest * (1 + self.tolerance)]
-        return min(enough, key=lambda choice: (choice.state.early, choice.state.time))
+        return min(enough, key=lambda choice: (*_staleness(choice.state), choice.state.time))
 
     def simulate(self, policy: Policy) -> None:
-        """Settles a policy, and keeps it if it is the fastest among those as little early."""
+        """Settles a policy, and keeps it if no other is better in time, early forwards and what these know."""
         state = settle(self.tables, policy, self.microbatches, self.ahead, self.steps, self.segments)
         self.left -= state.operations
         self.tried += 1
-        if any(c.state.time <= state.time and c.state.early <= state.early for c in self.front):
+        if any(c.state.time <= state.time and _staleness(c.state) <= _staleness(state) for c in self.front):
             return
-        self.front = [c for c in self.front if c.state.time < state.time or c.state.early < state.early]
+        self.front = [c for c in self.front if c.state.time < state.time or _staleness(c.state) < _staleness(state)]
         self.front.append(Choice(policy, state))
+
+    def put_off(self) -> None:
+        """The best policies once more, with early forwards as late as possible, which may cost no time at all."""
+        for policy, state in list(self.front) if self.ahead else []:
+            limit = min(policy.limit, state.most_early)  # what ends later may not become more
+            for overrun in _OVERRUNS[:3] if limit else ():
+                self.simulate(policy._replace(put_off=True, overrun=overrun, limit=limit))
 
     def candidates(self) -> Iterator[Policy]:
         """Policies in the order in which to try them; later ones build on the best so far."""

@@ -9,10 +9,12 @@ machines find the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import accumulate, combinations
 from math import comb
+from operator import mul
 from typing import NamedTuple
 
 from lightning_asyncpipe.plan.balance import split
@@ -135,8 +137,8 @@ class _Search:
         self.each = each if each >= _RULES * operations else 0
         self.verdicts: dict[Cuts, Verdict] = {}
         self.loads: dict[Cuts, tuple[float, ...]] = {}
-        pipelines = self.placement.num_pipelines
-        self.rounds = [len(range(p, setting.microbatches, pipelines)) for p in range(pipelines)]
+        self.totals = [0.0, *accumulate(profile.work())]
+        self.shares = _shares(self.placement, setting.microbatches)
         messages = [profile.link.seconds(boundary.nbytes) for boundary in profile.boundaries]
         start = given or (split(profile.work(), stages, messages) if stages > 1 else ())
         self.reserve = _RESERVE * effort
@@ -187,14 +189,17 @@ class _Search:
         return max(0, max(device.total for device in memory) - setting.memory_limit)
 
     def load(self, cuts: Cuts) -> tuple[float, ...]:
-        """The work of each device in a step, in seconds, the dearest first: no step takes less than the first one."""
+        """The work of devices in a step, in seconds, the dearest first: no step takes less than the first one.
+
+        Devices that host the same are named once.
+        """
         found = self.loads.get(cuts)
         if found is None:
-            work = [s.forward + s.input_grad + s.weight_grad for s in self.profile.stages(cuts)]
-            loads = (
-                sum(work[stage] * self.rounds[pipeline] for pipeline, stage in self.placement.slots(device))
-                for device in range(self.placement.num_stages)
-            )
+            totals, units = self.totals, self.profile.units
+            begins = [0, *(cut + 1 for cut in cuts)]
+            ends = [*begins[1:], len(units)]
+            work = [totals[e] - totals[b] + units[b].entry for b, e in zip(begins, ends, strict=True)]
+            loads = [sum(map(mul, map(work.__getitem__, hosted), often)) for hosted, often in self.shares]
             found = self.loads[cuts] = tuple(sorted(loads, reverse=True))
         return found
 
@@ -265,6 +270,17 @@ class _Search:
                     low, high = cuts[first] + step, cuts[last] + step
                     if limits[first] < low and high < limits[last + 2]:
                         yield (*cuts[:first], *(cut + step for cut in cuts[first : last + 1]), *cuts[last + 1 :])
+
+
+def _shares(placement: Placement, microbatches: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What devices do in a step: stages, and for how many micro-batches each; once for devices that do the same."""
+    found: dict[tuple[tuple[int, int], ...], None] = {}
+    for device in range(placement.num_stages):
+        often: Counter[int] = Counter()
+        for pipeline, stage in placement.slots(device):
+            often[stage] += len(range(pipeline, microbatches, placement.num_pipelines))
+        found[tuple(sorted(often.items()))] = None
+    return [(tuple(stage for stage, _ in share), tuple(count for _, count in share)) for share in found]
 
 
 def _descend(start: Cuts, moves: Callable[[Cuts], Iterator[Cuts]], value: Callable[[Cuts], tuple[object, ...]]) -> Cuts:

@@ -10,7 +10,7 @@ from lightning_asyncpipe.plan.listing import Keys, list_batch
 from lightning_asyncpipe.plan.lookahead import early_forwards
 from lightning_asyncpipe.plan.policies import Policy
 from lightning_asyncpipe.plan.replay import Order, Starts, replay
-from lightning_asyncpipe.plan.tables import FORWARD, Operation, Tables
+from lightning_asyncpipe.plan.tables import BACKWARD, FORWARD, WEIGHT, Operation, Tables
 
 _OUTLOOK = 6
 """Rounds of a batch that tell what the rest of it will be like."""
@@ -26,17 +26,27 @@ def run_segment(
         return current, []
     reduce = tables.costs.reduce if steps else 0.0
     until = max(end + (reduce if kind != FORWARD else 0.0) for _, end, kind, _, _ in current)
-    return early_forwards(tables, current, ahead, until + policy.overrun * tables.mean_forward, policy.limit)
+    until += policy.overrun * tables.mean_forward
+    return early_forwards(tables, current, ahead, until, policy.limit, policy.put_off)
 
 
 class SteadyState(NamedTuple):
-    """What a policy settles to: per segment, its time and its early forwards, and the most of those on one device.
+    """What a policy settles to, per segment.
 
-    ``operations`` is how many were simulated to find out.
+    Attributes:
+        time: of a segment.
+        early: its early forwards, each weighted by its work: one is a stage of average work.
+        uninformed: the same, each weighted also by the share of its stage's gradient that its device has not gathered
+            before it.
+        shares: per stage, the share of its forwards that are early.
+        most_early: the most early forwards on one device.
+        operations: how many were simulated to find out.
     """
 
     time: float
     early: float
+    uninformed: float
+    shares: tuple[float, ...]
     most_early: int
     operations: int
 
@@ -54,8 +64,8 @@ def settle(tables: Tables, policy: Policy, microbatches: int, ahead: int, steps:
         seen[carried, starts] = len(orders)
         order = plans.get(carried)
         if order is None:
-            current, early = run_segment(tables, policy, microbatches, ahead, carried, steps)
-            order = plans[carried] = Order.of(microbatches, ahead, current, early)
+            operations_of = run_segment(tables, policy, microbatches, ahead, carried, steps)
+            order = plans[carried] = Order.of(microbatches, ahead, *operations_of)
             operations += len(order.operations)
         length, starts = replay(tables, order, carried, steps, starts)
         orders.append(order)
@@ -65,11 +75,33 @@ def settle(tables: Tables, policy: Policy, microbatches: int, ahead: int, steps:
     first = seen.get((carried, starts), len(orders) // 2)
     period = orders[first:]
     most = 0
+    early = uninformed = 0.0
+    by_stage = [0] * tables.stages
     for order in period:
-        early_slots = (slot for _, slot, microbatch in order.operations if microbatch >= microbatches)
+        early_slots = [slot for _, slot, microbatch in order.operations if microbatch >= microbatches]
         most = max(most, *Counter(tables.device[slot] for slot in early_slots).values(), 0)
-    early_count = sum(sum(order.carry) for order in period)
-    return SteadyState(sum(lengths[first:]) / len(period), early_count / len(period), most, operations)
+        early += sum(tables.forward[slot] for slot in early_slots)
+        for slot in early_slots:
+            by_stage[slot % tables.stages] += 1
+        uninformed += _uninformed(tables, order)
+    scale = len(period) * (tables.mean_forward or 1.0)
+    time = sum(lengths[first:]) / len(period)
+    shares = tuple(count / (len(period) * microbatches) for count in by_stage)
+    return SteadyState(time, early / scale, uninformed / scale, shares, most, operations)
+
+
+def _uninformed(tables: Tables, order: Order) -> float:
+    """The work of early forwards, each times the share of its stage's gradient that its device has not gathered."""
+    last = WEIGHT if tables.split else BACKWARD
+    gathered: Counter[tuple[int, int]] = Counter()
+    total = 0.0
+    for kind, slot, microbatch in order.operations:
+        place = tables.device[slot], slot % tables.stages
+        if kind == last:
+            gathered[place] += 1
+        elif microbatch >= order.microbatches:
+            total += tables.forward[slot] * (1 - gathered[place] / order.microbatches)
+    return total
 
 
 def outlook(tables: Tables, keys: Keys, microbatches: int) -> tuple[float, int]:

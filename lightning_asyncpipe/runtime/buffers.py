@@ -36,10 +36,15 @@ class BufferRecord:
     statistics: Tensor
 
 
-def _warn(name: str) -> None:
+_LISTED = 3
+
+
+def _warn(names: Sequence[str]) -> None:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     warnings.warn(
-        f"The step changes the buffer '{name}'. Only running statistics of normalisation layers are kept equal on all "
-        "ranks; this buffer gets what the micro-batches of its own rank make of it.",
+        f"The step changes the buffers {', '.join(map(repr, names[:_LISTED]))}{more}. Only running statistics of "
+        "normalisation layers are kept equal on all ranks; other buffers get what the micro-batches of their own rank "
+        "make of them.",
         stacklevel=2,
     )
 
@@ -53,10 +58,10 @@ class RunningStatistics:
 
     Args:
         model: its layers are intercepted until :meth:`close`.
-        on_other_change: called once with the name of each other buffer that a forward changes.
+        on_other_change: called with the names of other buffers that a forward changes, once with each.
     """
 
-    def __init__(self, model: nn.Module, on_other_change: Callable[[str], None] | None = None) -> None:
+    def __init__(self, model: nn.Module, on_other_change: Callable[[Sequence[str]], None] | None = None) -> None:
         self._layers: dict[str, _NormBase] = {
             name: module for name, module in model.named_modules() if isinstance(module, _NormBase)
         }
@@ -122,10 +127,14 @@ class RunningStatistics:
         return state
 
     def _report(self, now: list[tuple[int, int]]) -> None:
-        for (_, _, name), before, after in zip(self._others, self._versions, now, strict=True):
-            if before != after and name not in self._reported:
-                self._reported.add(name)
-                self._on_other_change(name)
+        changed = [
+            name
+            for (_, _, name), before, after in zip(self._others, self._versions, now, strict=True)
+            if before != after and name not in self._reported
+        ]
+        if changed:
+            self._reported.update(changed)
+            self._on_other_change(changed)
 
     def _around(self, name: str, layer: _NormBase) -> Callable[[CallImpl], CallImpl]:
         def wrap(call: CallImpl) -> CallImpl:

@@ -17,8 +17,8 @@ from lightning_asyncpipe.runtime.structure import leaf_at, replace_leaf
 from lightning_asyncpipe.runtime.trace import CallKey
 
 _SAME_CALLS = (
-    "The step has to call the same modules for every micro-batch. Let one that returns early, to skip a batch, make "
-    "its calls as ever and return a loss times zero."
+    "The step has to call the same modules for every micro-batch: the other stages run theirs. Let one that returns "
+    "early, to skip a batch, make its calls as ever and return a loss times zero."
 )
 
 if TYPE_CHECKING:
@@ -209,23 +209,29 @@ class ForwardRun:
         """The step has ended: check that it did all of the stage, and give out the result."""
         result = self.result
         last = result.stage == self.runner.program.num_stages - 1
+        cuts = self.runner.program.cuts
         if not self.entered:
-            raise PipelineError(
-                f"the step ended before stage {result.stage} began: it did not call "
-                f"'{self.runner.program.cuts[result.stage - 1].call.name}' as it did when it was traced. {_SAME_CALLS}"
-            )
+            cut = cuts[result.stage - 1]
+            raise self._incomplete(f"before stage {result.stage} began", cut.call.name or cut.begins)
         if last:
             return
-        result.value = None
         if not self.exited or self.captured is None:
-            cut = self.runner.program.cuts[result.stage]
-            raise PipelineError(
-                f"the step ended inside stage {result.stage}: it did not call "
-                f"'{(cut.exit_before or cut.call).name}' as it did when it was traced. {_SAME_CALLS}"
-            )
+            cut = cuts[result.stage]
+            name = (cut.exit_before or cut.call).name
+            raise self._incomplete(f"inside stage {result.stage}", name or cut.begins)
+        result.value = None
         result.requires_grad = self.captured.requires_grad
         result.output = self.captured.detach()
         result.root = self.captured if result.requires_grad else None
+
+    def _incomplete(self, where: str, name: str) -> PipelineError:
+        """The step did not come to the module `name`."""
+        skipped = not self.exited and self.result.value is None
+        ended = "returned None, and so ended" if skipped else "ended"
+        called = f"call '{name}'" if name else "run the module's own `forward` to its end"
+        return PipelineError(
+            f"the step {ended} {where}: it did not {called} as it did when it was traced. {_SAME_CALLS}"
+        )
 
 
 class Recomputation:

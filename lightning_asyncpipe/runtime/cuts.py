@@ -71,7 +71,7 @@ def _cut_before(candidates: Candidates, name: str) -> Cut:
 def _reason(candidates: Candidates, time: int) -> str:
     crossing = candidates.crossing(time)
     if not crossing:
-        return "nothing that depends on the model is made before it"
+        return "nothing that depends on the model is made before it, so the stage before it would be empty"
     if len(crossing) > 1:
         listed = "; ".join(candidates.describe(value) for value in crossing[:4])
         more = f"; and {len(crossing) - 4} more" if len(crossing) > 4 else ""

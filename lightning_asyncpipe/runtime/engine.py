@@ -45,6 +45,7 @@ class Work:
         passed: called with (micro-batch, stage) after each forward.
         recorded: called in the batch's own segment once all its forwards on this rank have run.
         step: number of the optimizer step that the batch belongs to, for messages.
+        shares: of each micro-batch in the gradient of its window; none if nobody asks.
         serial: number of the batch in messages; given by the engine when the batch starts.
         batch_statistics: what running statistics (of a BatchNorm) saw, by micro-batch.
     """
@@ -56,6 +57,7 @@ class Work:
     passed: Callable[[int, int], None] = lambda microbatch, stage: None
     recorded: Callable[[], None] = lambda: None
     step: int = 0
+    shares: Sequence[float] = ()
     serial: int = -1
     batch_statistics: dict[int, list[BufferRecord]] = field(default_factory=dict)
 
@@ -73,6 +75,10 @@ class Work:
         for fingerprint in self.fingerprints:
             digest = (digest * 1_000_003 ^ fingerprint) & ((1 << 63) - 1)
         return digest
+
+    def share(self, microbatch: int) -> float:
+        """Of a micro-batch in the gradient of its window."""
+        return self.shares[microbatch] if self.shares else 0.0
 
 
 @dataclass
@@ -219,10 +225,15 @@ class Engine:
         if self.stash is not None:
             self.stash.step_follows()
         with self._receiving(), self.ledger.counting(Spent.REDUCTION):
-            return self.weights.collect()
+            gradients = self.weights.collect()
+        if self.stash is not None:
+            self.stash.collected(gradients)
+        return gradients
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
+        if self.stash is not None:
+            self.stash.stepped()
         self.weights.stepped()
 
     def skipped(self) -> None:
@@ -329,7 +340,7 @@ class Engine:
             activation = message.tensor
             if activation is not None:
                 activation.requires_grad_(message.requires_grad)
-        leaves = self.stash.leaves(stage) if stale and self.stash is not None else None
+        leaves = self.stash.leaves(stage, self.weights.accumulator) if stale and self.stash is not None else None
         started = time.perf_counter()
         with work.early() if action.ahead else nullcontext():
             forward = self.runner.forward(stage, work.tasks[index], activation, leaves)
@@ -355,6 +366,8 @@ class Engine:
                 entry_gradient = self.runner.input_gradient(held.forward, gradient)
             else:
                 entry_gradient = self.runner.backward(held.forward, gradient)
+        if held.forward.second_half is None:
+            self.weights.accumulator.cover(names, work.share(index))
         self.ledger.add(Spent.BACKWARD, started, action)
         work.batch_statistics.setdefault(index, []).extend(held.forward.recomputed_records())
         self.staleness.backward(stage, held.version)
@@ -369,8 +382,10 @@ class Engine:
         if held.forward.second_half is None:
             return
         started = time.perf_counter()
-        with self.weights.accumulator.collecting(self.runner.program.parameters[stage], held.leaves):
+        names = self.runner.program.parameters[stage]
+        with self.weights.accumulator.collecting(names, held.leaves):
             self.runner.weight_gradients(held.forward)
+        self.weights.accumulator.cover(names, work.share(index))
         self.ledger.add(Spent.WEIGHT_GRADIENT, started, action)
         work.batch_statistics.setdefault(index, []).extend(held.forward.recomputed_records())
 

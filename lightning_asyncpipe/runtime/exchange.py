@@ -7,7 +7,8 @@ segment; a replica switches where its schedule says UPDATE, before it uses the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from lightning_asyncpipe.runtime.gradients import (
     shard_of,
 )
 from lightning_asyncpipe.runtime.ownership import Bucket, Ownership
+from lightning_asyncpipe.runtime.stash import WeightStash
 
 REDUCE, UPDATE = 2, 3
 
@@ -39,7 +41,7 @@ class WeightExchange:
         ownership: owners and buckets, the same on every rank.
         parameters: the trainable parameters that this rank hosts, by name.
         transport: carries the messages.
-        before_update: told the names of parameters that new weights are about to be written to.
+        stash: told of new weights, and of what is sent with them; None where early forwards run on the live ones.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class WeightExchange:
         ownership: Ownership,
         parameters: Mapping[str, Parameter],
         transport: Transport,
-        before_update: Callable[[Iterable[str]], None] = lambda names: None,
+        stash: WeightStash | None = None,
     ) -> None:
         self.rank = rank
         self.replicas_outdated = False
@@ -61,7 +63,7 @@ class WeightExchange:
         self._parameters = dict(parameters)
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._transport = transport
-        self._before_update = before_update
+        self._stash = stash
         self._reduced: set[int] = set()
         self._outdated: set[int] = set()
         self._serial = -1
@@ -139,7 +141,8 @@ class WeightExchange:
             names = shard_of(bucket, self.rank)
             if not names:
                 continue
-            self._before_update(names)
+            if self._stash is not None:
+                self._stash.before_update(names)
             for host in bucket.hosts:
                 if host == self.rank:
                     packed = self._packed(bucket, names)
@@ -169,6 +172,9 @@ class WeightExchange:
             if not names:
                 continue
             weights = pack_weights(self._parameters, names)
+            companions = self._stash.companions(names) if self._stash is not None else []
+            if companions:
+                weights = torch.cat([weights, *companions])
             for host in bucket.hosts:
                 if host != self.rank:
                     self._transport.send(host, MessageKey(UPDATE, bucket.index, self.rank, serial, 0), weights)
@@ -186,9 +192,11 @@ class WeightExchange:
                         self._write(received, names)
 
     def _write(self, weights: Tensor, names: tuple[str, ...]) -> None:
-        self._before_update(names)
         parameters = [self._parameters[name] for name in names]
-        parts = torch.split(weights, [parameter.numel() for parameter in parameters])
+        *parts, companions = weights.tensor_split(list(accumulate(p.numel() for p in parameters)))
+        if self._stash is not None:
+            self._stash.before_update(names)
+            self._stash.arrived(names, companions)
         with torch.no_grad(), preserve_versions(parameters):
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.copy_(part.view(parameter.shape))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_asyncpipe.runtime.gradients import GradientAccumulator
 from lightning_asyncpipe.runtime.stash import WeightStash
 
 
@@ -46,16 +47,23 @@ class Extrapolation(WeightStash):
         for name in names:
             kept = self._before.get(name)
             if kept is None:
-                self._before[name] = super().stand_in(name, self._parameters[name])
+                self._before[name] = self._parameters[name].detach().clone(memory_format=torch.preserve_format)
             else:
                 kept.copy_(self._parameters[name].detach())
 
-    def stand_in(self, name: str, parameter: Parameter) -> Tensor:
-        before, rate = self._before.get(name), self._last_rates.get(name)
-        if before is None or not rate:
-            return super().stand_in(name, parameter)
-        weight = parameter.detach()
-        return torch.add(weight, weight - before, alpha=self._rate(name) / rate)
+    def last_move(self, name: str, parameter: Parameter) -> tuple[Tensor, float] | None:
+        """A parameter's last update, and the learning rate of its next one; None where there is nothing to go by."""
+        before = self._before.get(name)
+        if before is None or not self._last_rates.get(name):
+            return None
+        return parameter.detach() - before, self._rate(name)
+
+    def stand_in(self, name: str, parameter: Parameter, gathered: GradientAccumulator) -> Tensor:
+        known = self.last_move(name, parameter)
+        if known is None:
+            return super().stand_in(name, parameter, gathered)
+        move, rate = known
+        return torch.add(parameter.detach(), move, alpha=rate / self._last_rates[name])
 
     def flush(self) -> None:
         super().flush()

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_asyncpipe._private import default_store, own_connection
-from lightning_asyncpipe.errors import PeerFailure, PipelineError
+from lightning_asyncpipe.errors import DataMismatchError, PeerFailure, PipelineError
 from lightning_asyncpipe.runtime.cpplog import quiet_torch
 from lightning_asyncpipe.runtime.interrupts import InterruptWatch
 
@@ -49,7 +49,7 @@ class Failure(NamedTuple):
 
     rank: int
     kind: str  # name of the exception's type
-    text: str  # its traceback, or one sentence for a rank that could not report
+    text: str  # its traceback; one sentence for a rank that could not report, and for what concerns all ranks
 
     @classmethod
     def lost(cls, rank: int, sentence: str) -> Failure:
@@ -63,8 +63,9 @@ class Failure(NamedTuple):
 
     @property
     def message(self) -> str:
-        """For people; ends with the failed rank's own traceback."""
-        return self.text if self.is_lost else f"rank {self.rank} failed:\n\n{self.text}"
+        """For people; ends with the failed rank's own traceback, where that tells more than a sentence."""
+        concerns_all = self.kind == DataMismatchError.__name__
+        return self.text if self.is_lost or concerns_all else f"rank {self.rank} failed:\n\n{self.text}"
 
 
 class FailureBoard:
@@ -315,7 +316,8 @@ def _stop_watching() -> None:
 
 def failure_of(rank: int, error: BaseException) -> Failure:
     """The failure of ``rank`` by an exception that was raised there."""
-    text = "".join(traceback.format_exception(error))[-_TEXT_LIMIT:]
+    concerns_all = isinstance(error, DataMismatchError)
+    text = str(error) if concerns_all else "".join(traceback.format_exception(error))[-_TEXT_LIMIT:]
     return Failure(rank, type(error).__name__, text)
 
 

@@ -34,6 +34,7 @@ class GradientAccumulator:
         self._parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._sums: dict[str, Tensor] = {}
+        self._covered: dict[str, float] = {}
 
     @contextmanager
     def collecting(self, names: Iterable[str], leaves: Mapping[Parameter, Tensor] | None = None) -> Iterator[None]:
@@ -75,9 +76,19 @@ class GradientAccumulator:
         """The sum for one parameter, None if no backward reached it."""
         return self._sums.get(name)
 
+    def cover(self, names: Iterable[str], share: float) -> None:
+        """Backwards of `share` of the window have been through the uses of these parameters in one stage."""
+        for name in names:
+            self._covered[name] = self._covered.get(name, 0.0) + share
+
+    def covered(self, name: str) -> float:
+        """The share of the window whose backwards have reached a parameter, summed over the stages that use it."""
+        return self._covered.get(name, 0.0)
+
     def clear(self) -> None:
         """Forget all sums: a new window begins."""
         self._sums.clear()
+        self._covered.clear()
 
 
 @contextmanager

@@ -8,8 +8,9 @@ or replicas here that could be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -33,7 +34,8 @@ class Oracle:
         runner: runs stages of the user's step; its model holds all weights.
         parameters: the trainable parameters by name.
         staleness: counts and bounds the versions that forwards and backwards met.
-        stash: gives early forwards a second set of weights; None lets them run on the live ones.
+        stashes: for each device, what gives its early forwards a second set of weights; None lets them run on the live
+            ones. Devices may share one, and then share what they gather.
     """
 
     def __init__(
@@ -42,14 +44,15 @@ class Oracle:
         runner: StageRunner,
         parameters: Mapping[str, Parameter],
         staleness: StalenessCounter,
-        stash: WeightStash | None = None,
+        stashes: Sequence[WeightStash | None],
     ) -> None:
         self.planner = planner
         self.runner = runner
         self.staleness = staleness
-        self.stash = stash
+        self._stashes = stashes
+        self._apart = [stash for stash in dict.fromkeys(stashes) if stash is not None]
         self.ledger = Ledger()
-        self._accumulator = GradientAccumulator(parameters)
+        self._sums = [GradientAccumulator(parameters) for _ in range(max(1, len(self._apart)))]
         self._parameters = dict(parameters)
         self._last_stage = planner.placement.num_stages - 1
         self._updated = False
@@ -85,7 +88,7 @@ class Oracle:
                     action = queue[positions[device]]
                     work = upcoming if action.ahead else current
                     assert work is not None
-                    if not self._execute(action, work, action.ahead and steps):
+                    if not self._execute(device, action, work, action.ahead and steps):
                         break
                     positions[device] += 1
                     progressed = True
@@ -94,22 +97,31 @@ class Oracle:
         current.recorded()
         self.staleness.close_segment(plan)
         self._carried, self._carry = (upcoming, plan.carry) if any(plan.carry) else (None, ())
-        if self.stash is not None:
-            self.stash.rotate()
+        for stash in self._apart:
+            stash.rotate()
         if self.runner.copies is not None:
             self.runner.copies.clear()
         return plan
 
-    def _execute(self, action: Action, work: Work, stale: bool) -> bool:
+    def _execute(self, device: int, action: Action, work: Work, stale: bool) -> bool:
         """Run the action if what it needs is there."""
         key = (work.serial, action.microbatch, action.stage)
+        sums = self._sums[device % len(self._sums)]
         if action.kind is Kind.FORWARD:
-            return self._forward(key, work, action, stale)
+            stash = self._stashes[device] if stale else None
+            leaves = None if stash is None else partial(stash.leaves, action.stage, sums)
+            return self._forward(key, work, action, leaves)
         if action.kind is Kind.WEIGHT_GRAD:
-            return self._weight_gradients(key, work)
-        return self._backward(key, work, action.kind is Kind.INPUT_GRAD)
+            return self._weight_gradients(key, work, sums)
+        return self._backward(key, work, sums, action.kind is Kind.INPUT_GRAD)
 
-    def _forward(self, key: tuple[int, int, int], work: Work, action: Action, stale: bool) -> bool:
+    def _forward(
+        self,
+        key: tuple[int, int, int],
+        work: Work,
+        action: Action,
+        make_leaves: Callable[[], Mapping[Parameter, Tensor]] | None,
+    ) -> bool:
         serial, index, stage = key
         activation = None
         if stage > 0:
@@ -118,7 +130,7 @@ class Oracle:
             before = self._forwards[serial, index, stage - 1][0]
             assert before.output is not None
             activation = before.output.detach().clone().requires_grad_(before.requires_grad)
-        leaves = self.stash.leaves(stage) if stale and self.stash is not None else None
+        leaves = None if make_leaves is None else make_leaves()
         with work.early() if action.ahead else nullcontext():
             forward = self.runner.forward(stage, work.tasks[index], activation, leaves)
             if stage == self._last_stage:
@@ -128,7 +140,7 @@ class Oracle:
         self._forwards[key] = (forward, self.staleness.forward(stage), leaves)
         return True
 
-    def _backward(self, key: tuple[int, int, int], work: Work, half: bool) -> bool:
+    def _backward(self, key: tuple[int, int, int], work: Work, sums: GradientAccumulator, half: bool) -> bool:
         serial, index, stage = key
         gradient = None
         if stage < self._last_stage:
@@ -137,8 +149,11 @@ class Oracle:
             gradient = self._entry_gradients.pop((serial, index, stage + 1))
         forward, version, leaves = self._forwards[key]
         run = self.runner.input_gradient if half else self.runner.backward
-        with self._accumulator.collecting(self.runner.program.parameters[stage], leaves):
+        names = self.runner.program.parameters[stage]
+        with sums.collecting(names, leaves):
             entry_gradient = run(forward, gradient)
+        if forward.second_half is None:
+            sums.cover(names, work.share(index))
         work.batch_statistics.setdefault(index, []).extend(forward.recomputed_records())
         self.staleness.backward(stage, version)
         if stage > 0:
@@ -147,11 +162,15 @@ class Oracle:
             del self._forwards[key]
         return True
 
-    def _weight_gradients(self, key: tuple[int, int, int], work: Work) -> bool:
+    def _weight_gradients(self, key: tuple[int, int, int], work: Work, sums: GradientAccumulator) -> bool:
         _, index, stage = key
         forward, _, leaves = self._forwards.pop(key)
-        with self._accumulator.collecting(self.runner.program.parameters[stage], leaves):
+        if forward.second_half is None:
+            return True
+        names = self.runner.program.parameters[stage]
+        with sums.collecting(names, leaves):
             self.runner.weight_gradients(forward)
+        sums.cover(names, work.share(index))
         work.batch_statistics.setdefault(index, []).extend(forward.recomputed_records())
         return True
 
@@ -162,26 +181,34 @@ class Oracle:
             self._carried.serial = -1
             self._carried.batch_statistics.clear()
         self._carried, self._carry = None, ()
-        if self.stash is not None:
-            self.stash.rotate()
+        for stash in self._apart:
+            stash.rotate()
 
     def collect_gradients(self) -> dict[str, Tensor]:
         """The window's gradients of all parameters that got one, by name."""
-        if self.stash is not None:
-            self.stash.step_follows()
-            self.stash.before_update(self._parameters)
-        sums = {name: self._accumulator.get(name) for name in self._parameters}
-        self._accumulator.clear()
-        return {name: gradient for name, gradient in sums.items() if gradient is not None}
+        gradients: dict[str, Tensor] = {}
+        for sums in self._sums:
+            for name in self._parameters:
+                gradient = sums.get(name)
+                if gradient is not None:
+                    gradients[name] = gradients[name].add_(gradient) if name in gradients else gradient
+            sums.clear()
+        for stash in self._apart:
+            stash.step_follows()
+            stash.before_update(self._parameters)
+            stash.collected(gradients)
+        return gradients
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
         self._updated = True
+        for stash in self._apart:
+            stash.stepped()
 
     def skipped(self) -> None:
         """As :meth:`Engine.skipped`."""
-        if self.stash is not None:
-            self.stash.flush()
+        for stash in self._apart:
+            stash.flush()
 
     def settle(self) -> None:
         """Count the new version now; there are no replicas to bring up to date."""
@@ -189,8 +216,8 @@ class Oracle:
             self._updated = False
             for stage in range(self._last_stage + 1):
                 self.staleness.updated(stage)
-        if self.stash is not None:
-            self.stash.flush()
+        for stash in self._apart:
+            stash.flush()
 
     def close(self) -> None:
         """Nothing to stop."""

@@ -33,6 +33,7 @@ from lightning_asyncpipe.runtime.program import StageProgram, build_program
 from lightning_asyncpipe.runtime.proof import loss_of
 from lightning_asyncpipe.runtime.stages import StageForward, StageRunner, StageTask
 from lightning_asyncpipe.runtime.structure import preserved_attributes, tensors
+from lightning_asyncpipe.runtime.weight_copies import WeightCopies
 
 SECONDS = 2.0
 """How long measuring should take, beside one run of each unit and the fewest repeats."""
@@ -47,7 +48,10 @@ _PLAIN = (float, bool, str)
 
 @dataclass
 class _Measured:
-    """Seconds, and bytes that are kept: by the unit itself, and whether also what came in and what goes out."""
+    """Seconds, and bytes that are kept: by the unit itself, and whether also what came in and what goes out.
+
+    ``copied``: of each of its parameters, bytes of the copies that micro-batches share.
+    """
 
     forward: float
     input_grad: float
@@ -56,6 +60,7 @@ class _Measured:
     saved: int
     keeps_input: bool
     keeps_output: bool
+    copied: tuple[int, ...]
 
 
 def _now(device: torch.device) -> float:
@@ -100,6 +105,7 @@ class _Profiler:
         context: Callable[[], AbstractContextManager[Any]],
         seconds: float,
         timed: bool,
+        copies: Callable[[StageProgram], WeightCopies | None],
     ) -> None:
         self.candidates = candidates
         self.model = model
@@ -113,6 +119,7 @@ class _Profiler:
         first = next(iter(self.parameters.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.watch: _Stopwatch | None = None
+        self.copies = copies(self.program)
 
     @property
     def count(self) -> int:
@@ -126,12 +133,14 @@ class _Profiler:
         measured: list[_Measured] = []
         boundaries: list[Boundary] = []
         output: Tensor | None = None
-        runner = StageRunner(self.model, self.program, self._timed_step, self.context)
+        runner = StageRunner(self.model, self.program, self._timed_step, self.context, copies=self.copies)
         try:
             for unit, key in enumerate(signatures):
                 # The last one is measured in any case: what a stage skips on its way is longest there.
                 if key not in known or unit == self.count - 1:
                     known[key] = self._measure(runner, unit, output, self.seconds / alone)
+                    if self.copies is not None:
+                        self.copies.clear()
                     entries[unit] = known[key][0].entry
                 found, output = known[key]
                 measured.append(found)
@@ -216,8 +225,8 @@ class _Profiler:
 
     def _kept(
         self, runner: StageRunner, unit: int, activation: Tensor | None, weights: dict[Parameter, Tensor]
-    ) -> tuple[int, bool, bool]:
-        """Bytes that the forward keeps for the backward, and whether it keeps what came in and what goes out."""
+    ) -> tuple[int, bool, bool, tuple[int, ...]]:
+        """Bytes kept for the backward, whether what came in and what goes out is kept, and bytes of shared copies."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -228,13 +237,16 @@ class _Profiler:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             forward = self._forward(runner, unit, activation, weights)
+        shared = [[] if self.copies is None else self.copies.of(weight) for weight in weights.values()]
         foreign = [*self.parameters.values(), *weights.values(), *self.model.buffers(), *tensors(self.task.arguments)]
+        foreign += [copy for copies in shared for copy in copies]
         ends = [storage_key(t) if t is not None else None for t in (forward.leaf, forward.output)]
         keeps = [key is not None and key in storages for key in ends]
         for key in {*map(storage_key, foreign), *ends}:
             if key is not None:
                 storages.pop(key, None)
-        return sum(storage.nbytes() for storage in storages.values()), keeps[0], keeps[1]
+        copied = tuple(sum(copy.nbytes for copy in copies) for copies in shared)
+        return sum(storage.nbytes() for storage in storages.values()), keeps[0], keeps[1], copied
 
     # All of them
 
@@ -299,6 +311,7 @@ def profile_model(
     samples: int = 1,
     seconds: float = SECONDS,
     timed: bool = True,
+    copies: Callable[[StageProgram], WeightCopies | None] = lambda program: None,
 ) -> ModelProfile:
     """Measure all units of a step on this device.
 
@@ -317,12 +330,13 @@ def profile_model(
         seconds: how long measuring should take.
         timed: False: count the operations of the trace instead of measuring times, so that the same model and
             micro-batch give the same profile everywhere; a second stands for a billion of them.
+        copies: makes what shares low-precision copies of weights among micro-batches; None where nothing does.
 
     Returns:
         The profile, but for the link between devices. Units that do the same operations on
         the same shapes are alike.
     """
-    profiler = _Profiler(candidates, model, step, task, context, seconds, timed)
+    profiler = _Profiler(candidates, model, step, task, context, seconds, timed, copies)
     with _undisturbed(model):
         measured, boundaries = profiler.run()
     if not timed:
@@ -348,7 +362,11 @@ def profile_model(
         for name, found, parameters in zip(begins, measured, profiler.program.parameters, strict=True)
     )
     kept = [a.keeps_output or b.keeps_input for a, b in pairwise(measured)]
-    weights = tuple(_weights(name, profiler.parameters[name], state_bytes) for name in names)
+    copied: dict[str, int] = {}
+    for found, parameters in zip(measured, profiler.program.parameters, strict=True):
+        for name, nbytes in zip(parameters, found.copied, strict=True):
+            copied[name] = max(nbytes, copied.get(name, 0))
+    weights = tuple(_weights(name, profiler.parameters[name], state_bytes, copied.get(name, 0)) for name in names)
     return ModelProfile(
         units,
         tuple(replace(boundary, kept=keep) for boundary, keep in zip(boundaries, kept, strict=True)),
@@ -364,7 +382,7 @@ def _first_call(candidates: Candidates) -> str:
     return next((c.key.name for i, c in enumerate(calls) if liveness.unit[i] == i), "") or "the step"
 
 
-def _weights(name: str, parameter: Parameter, state_bytes: float) -> Weights:
+def _weights(name: str, parameter: Parameter, state_bytes: float, copied: int) -> Weights:
     numel, dtype = parameter.numel(), parameter.dtype
     trained = parameter.requires_grad
     return Weights(
@@ -373,4 +391,5 @@ def _weights(name: str, parameter: Parameter, state_bytes: float) -> Weights:
         numel * dtype.itemsize,
         numel * accumulation_dtype(dtype).itemsize if trained else 0,
         round(state_bytes * numel) if trained else 0,
+        copied,
     )

@@ -18,14 +18,19 @@ import struct
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+
+from lightning_asyncpipe.runtime.own_random import own_generators
 
 GENERATORS = ("torch", "numpy", "python")
 _TWISTER_SIZE = 624  # numbers of 32 bits in a Mersenne twister; one more says how many are used
 
 
+@lru_cache(maxsize=1024)  # the actions of a micro-batch ask for the same ones
 def digest(*parts: int | str) -> int:
     """A 64-bit number for a sequence of numbers and strings; equal on all machines."""
     text = "\x1f".join(str(part) for part in parts).encode()
@@ -150,15 +155,23 @@ class RandomStreams:
     Args:
         per_call: the generators among :data:`GENERATORS` that are seeded for each unit; torch's always are. The others
             are only watched, and are added when something draws from them.
+        model: its own generators are seeded too.
     """
 
-    def __init__(self, per_call: Iterable[str] = GENERATORS) -> None:
+    def __init__(self, per_call: Iterable[str] = GENERATORS, model: nn.Module | None = None) -> None:
+        self._model = model
+        self.refresh()
         self._others: dict[str, _Global] = {"numpy": _Numpy(), "python": _Python()}
         self._seeded = [self._others[name] for name in per_call if name in self._others]
         self._watched: list[tuple[_Global, object]] = []
         self._cpu: torch.Tensor | None = None
         self._cuda: tuple[torch.Generator, torch.Tensor] | None = None
         self._base = 0
+
+    def refresh(self) -> None:
+        """Look for the model's own generators anew: hooks may have made or replaced some."""
+        own = {} if self._model is None else own_generators(self._model)
+        self._own = [(digest("own", name), generator) for name, generator in own.items()]
 
     def begin(self, key: tuple[int, ...], start: int) -> None:
         """Save the global states and start the stream of the code around units.
@@ -177,6 +190,8 @@ class RandomStreams:
             other.save()
             if other not in self._seeded:
                 self._watched.append((other, other.snapshot()))
+        for _, own in self._own:
+            own.save()
         self._base = digest(*key)
         self.enter(start)
 
@@ -193,6 +208,8 @@ class RandomStreams:
             if other.snapshot() != before:
                 other.restore()
                 self._seeded.append(other)
+        for _, own in self._own:
+            own.restore()
 
     def enter(self, stream: int) -> None:
         """Start another stream of the current task."""
@@ -202,6 +219,8 @@ class RandomStreams:
             self._cuda[0].manual_seed(seed)
         for other in self._seeded:
             other.seed(seed)
+        for salt, own in self._own:
+            own.seed(seed ^ salt)
 
     @staticmethod
     def position() -> int:
@@ -231,9 +250,9 @@ class Watch:
 
 
 @contextmanager
-def preserved_state() -> Iterator[None]:
-    """The global random states are afterwards what they were before."""
-    streams = RandomStreams()
+def preserved_state(model: nn.Module | None = None) -> Iterator[None]:
+    """The global random states, and those of a model's own generators, are afterwards what they were before."""
+    streams = RandomStreams(model=model)
     streams.begin((0,), 0)
     try:
         yield

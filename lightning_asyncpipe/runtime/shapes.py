@@ -2,8 +2,8 @@
 
 The result of a call depends on the shapes of its arguments, so it is looked up by those. A signature that was not seen
 before is answered by a run of the module in which operations compute shapes only
-(:func:`lightning_asyncpipe._private.fake_mode`); where that is impossible, because code in it looks at values, it runs
-for real, without gradients. Hooks do not fire then: they would take what they see for the module's real output.
+(:func:`lightning_asyncpipe._private.shapes_only`); where that is impossible, because code in it looks at values, it is
+run for real, without gradients. Hooks do not fire then: they would take what they see for the module's real output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_asyncpipe._private import fake_mode, to_fake, without_hooks
+from lightning_asyncpipe._private import shapes_only, to_fake, without_hooks
 from lightning_asyncpipe.runtime.buffers import preserved_buffers
 from lightning_asyncpipe.runtime.structure import leaves, map_leaves, preserved_attributes
 from lightning_asyncpipe.runtime.trace import CallKey
@@ -126,13 +126,13 @@ class SkippedCalls:
         self.inferred += 1
         with preserved_attributes(module), preserved_buffers(module), without_hooks(module):
             try:
-                mode = fake_mode()
-                given = map_leaves(
-                    lambda leaf: to_fake(mode, leaf.detach()) if isinstance(leaf, Tensor) else _copied(leaf),
-                    (args, kwargs),
-                )
-                with mode:
-                    return _template(call(*given[0], **given[1]), given)
+                with shapes_only() as mode:
+                    given = map_leaves(
+                        lambda leaf: to_fake(mode, leaf.detach()) if isinstance(leaf, Tensor) else _copied(leaf),
+                        (args, kwargs),
+                    )
+                    with mode:
+                        return _template(call(*given[0], **given[1]), given)
             except Exception:
                 # Code that looks at values cannot do without them. If the call itself is wrong, it fails again.
                 with torch.no_grad():

@@ -139,7 +139,7 @@ class StageRunner:
         self._owns_statistics = statistics is None
         self._grad = grad
         self.skipped = SkippedCalls()
-        self.random = RandomStreams(program.random)
+        self.random = RandomStreams(program.random, model)
         self.copies = copies
         self.in_halves: frozenset[int] = frozenset()
         self._step = step

@@ -57,13 +57,18 @@ def mismatch(step: int, ranks: tuple[int, int], what: str = "were given differen
     )
 
 
+SAVES = "saves a checkpoint"
+"""Where a rank stands that has been asked for its part of one."""
+
+
 def apart(step: int, ranks: tuple[int, int], wheres: tuple[str, str]) -> DataMismatchError:
     """The error for two ranks whose loops have come apart."""
     (one, other), (here, there) = ranks, wheres
+    saving = " A rank that saves needs the others' parts: call `trainer.save_checkpoint` on every rank, not on one."
     return DataMismatchError(
         f"step {step}: rank {one} {here}, but rank {other} {there}. All ranks must get the same number of batches "
         "(check the lengths of the loaders, of each rank's part of a stream in particular) and call the same hooks and "
-        "collectives in the same order."
+        f"collectives in the same order.{saving if SAVES in wheres else ''}"
     )
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_asyncpipe.runtime.gradients import GradientAccumulator
+
 
 class WeightStash:
     """Copies of the hosted weights as they were before the coming update.
@@ -28,8 +30,13 @@ class WeightStash:
         self._stages = stages
         self._leaves: dict[str, Tensor] = {}
 
-    def leaves(self, stage: int) -> dict[Parameter, Tensor]:
-        """The stand-ins for the parameters of a stage, made on first use."""
+    def leaves(self, stage: int, gathered: GradientAccumulator) -> dict[Parameter, Tensor]:
+        """The stand-ins for the parameters of a stage, made on first use.
+
+        Args:
+            stage: from 0.
+            gathered: the gradients that the device of this forward has gathered in the window so far.
+        """
         found: dict[Parameter, Tensor] = {}
         for name in self._stages[stage]:
             parameter = self._parameters.get(name)
@@ -37,16 +44,29 @@ class WeightStash:
                 continue
             leaf = self._leaves.get(name)
             if leaf is None:
-                leaf = self._leaves[name] = self.stand_in(name, parameter).requires_grad_()
+                leaf = self._leaves[name] = self.stand_in(name, parameter, gathered).requires_grad_()
             found[parameter] = leaf
         return found
 
-    def stand_in(self, name: str, parameter: Parameter) -> Tensor:
+    def stand_in(self, name: str, parameter: Parameter, gathered: GradientAccumulator) -> Tensor:
         """What an early forward uses instead of a parameter; memory of its own."""
         return parameter.detach().clone(memory_format=torch.preserve_format)
 
     def step_follows(self) -> None:
         """The window has ended; the optimizers are about to step, on this rank and elsewhere."""
+
+    def collected(self, gradients: Mapping[str, Tensor]) -> None:
+        """The gradients of the window with which this rank is about to step what it owns."""
+
+    def stepped(self) -> None:
+        """This rank has stepped what it owns."""
+
+    def companions(self, names: Iterable[str]) -> list[Tensor]:
+        """What is sent with the new weights of these parameters, all of which this rank owns; flat, of their type."""
+        return []
+
+    def arrived(self, names: Iterable[str], companions: Tensor) -> None:
+        """What was sent with the new weights of these parameters."""
 
     def before_update(self, names: Iterable[str]) -> None:
         """New weights are about to be written to these parameters, by this rank's step or because they arrived."""

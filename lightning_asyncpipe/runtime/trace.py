@@ -25,11 +25,11 @@ from lightning_asyncpipe._private import (
     CallImpl,
     TorchDispatchMode,
     checkpoint_frames,
-    fake_mode,
     intercept,
     is_compiled,
     makes_views,
     on_stack,
+    shapes_only,
     storage_key,
     to_fake,
     written_arguments,
@@ -393,7 +393,7 @@ def trace_step(
                 recorder.trace.compiled += (name,)
             if not inside:
                 stack.callback(intercept(module, recorder.around(name)).remove)
-        stack.enter_context(preserved_state())
+        stack.enter_context(preserved_state(model))
         watch = Watch()
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(context())
@@ -403,7 +403,7 @@ def trace_step(
         stack.callback(statistics.end)
         given = (arguments, dict(kwargs or {}))
         if not compute:
-            mode = fake_mode()
+            mode = stack.enter_context(shapes_only())
             given = map_leaves(lambda leaf: to_fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, given)
             stack.enter_context(preserved_attributes(model))
             stack.enter_context(mode)

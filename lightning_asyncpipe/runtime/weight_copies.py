@@ -135,6 +135,11 @@ class WeightCopies:
         for parameter in self._stages[stage]:
             self._shared.pop(id(parameter), None)
 
+    def of(self, source: Tensor) -> list[Tensor]:
+        """The copies that there are of a parameter, or of what stands in for it."""
+        shared = self._shared.get(id(source))
+        return [] if shared is None else list(shared.copies.values())
+
     def clear(self) -> None:
         """Forget all copies. Between segments anything may write to weights in ways that leave no trace."""
         self._shared.clear()

@@ -23,6 +23,7 @@ from torch.distributed import all_reduce as imported_all_reduce
 from torch.distributed.nn.functional import all_gather as gather_with_gradient
 from torchmetrics import MeanMetric
 
+from lightning_asyncpipe import ReferenceStrategy
 from lightning_asyncpipe.errors import CollectiveInStepError, PipelineError
 from lightning_asyncpipe.integration import guards
 from lightning_asyncpipe.integration.guards import (
@@ -205,8 +206,7 @@ def test_sync_batchnorm_of_the_trainer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("callback", "remedy"),
     [
-        (EMAWeightAveraging(), "checkpoints"),
-        (StochasticWeightAveraging(1e-2), "checkpoints"),
+        (StochasticWeightAveraging(1e-2), "Use `WeightAveraging`"),
         (ModelPruning("l1_unstructured", amount=0.5), "Prune a checkpoint"),
         (BackboneFinetuning(), "Freeze before"),
     ],
@@ -214,6 +214,12 @@ def test_sync_batchnorm_of_the_trainer_is_refused() -> None:
 def test_callbacks_that_need_the_whole_model_are_refused(callback: Callback, remedy: str) -> None:
     with pytest.raises(MisconfigurationException, match=f"{type(callback).__name__}.*{remedy}"):
         check_module(Model(), trainer(callbacks=[callback]))
+
+
+def test_averages_of_weights_are_not_written_in_parts() -> None:
+    asked = trainer(strategy=ReferenceStrategy(2, save_distributed_checkpoint=True), callbacks=[EMAWeightAveraging()])
+    with pytest.raises(MisconfigurationException, match=r"EMAWeightAveraging.*leave one of them out"):
+        check_module(Model(), asked)
 
 
 def test_several_optimizers_and_lbfgs_are_refused() -> None:

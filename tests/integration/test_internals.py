@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_asyncpipe._private import overflow_checks, preserve_versions, rerouted, total_norm_rerouted
@@ -117,6 +118,39 @@ def test_the_loop_asks_for_termination_where_it_is_replaced(trainer):
     assert trainer.received_sigterm
     termination.restore()
     assert "_broadcast_sigterm_tensor" not in vars(loop)
+
+
+def test_the_loop_asks_for_the_time_of_validation_where_it_is_replaced():
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, val_check_interval="00:00:01:00")
+    loop = trainer.fit_loop.epoch_loop
+    assert "self._should_check_val_fx(data_fetcher)" in inspect.getsource(type(loop).on_advance_end)
+    loop._should_check_val_epoch = lambda: True
+    trainer._last_val_time = float("-inf")
+    asked: list[bool] = []
+    clock = internals.ValidationClock(trainer, lambda mine: bool(asked.append(mine)))
+    assert not loop._should_check_val_fx(object())
+    assert asked == [True]
+    clock.restore()
+    assert loop._should_check_val_fx(object())
+
+
+def test_averaging_callbacks_call_what_is_replaced():
+    kind = WeightAveraging
+    for name in ("on_validation_epoch_start", "on_validation_epoch_end"):
+        assert "self._swap_models(pl_module)" in inspect.getsource(getattr(kind, name))
+    assert "self._copy_average_to_current(pl_module)" in inspect.getsource(kind.on_train_end)
+    assert "self._average_model.update_parameters(pl_module)" in inspect.getsource(kind.on_train_batch_end)
+    callback, called = kind(), []
+    callback.setup(None, pl.LightningModule(), "fit")
+    averaging = internals.AveragingCallback(callback)
+    assert averaging.average is callback._average_model
+    averaging.replace(called.append, called.append, lambda *args: None)
+    callback.on_validation_epoch_start(None, 1)
+    callback.on_train_end(None, 2)
+    averaging.restore()
+    callback.on_validation_epoch_start(None, 3)  # there is no copy any more
+    assert called == [1, 2]
+    assert set(vars(callback)) == set(vars(kind()))
 
 
 def test_an_early_forward_sees_the_counters_of_its_own_batch(trainer):

@@ -22,7 +22,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_asyncpipe.errors import PeerFailure
-from lightning_asyncpipe.integration.launchers import PopenLauncher, ProcessLauncher
+from lightning_asyncpipe.integration.launchers import PopenLauncher, ProcessLauncher, first_failure
 from lightning_asyncpipe.runtime.channels import GlooTransport, MessageKey
 from lightning_asyncpipe.runtime.failure import FailureBoard
 
@@ -31,6 +31,19 @@ WORLD = 3
 KEY = MessageKey(0, 0, 0, 0, 0)
 # Seconds from the failure to the end of the last process; more where others use the machine too.
 LIMIT = 10.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+@pytest.mark.parametrize("told_by", [0, 1])
+def test_a_connection_that_breaks_does_not_cover_what_a_thread_has_found_out(told_by: int) -> None:
+    store = dist.HashStore()
+    boards = [FailureBoard(store, rank, 2, poll=0.01, grace=60, name="told") for rank in range(2)]
+    boards[told_by].report_lost(told_by, "step 12: rank 0 saves, but rank 1 trains")
+    for board in boards:
+        raised = first_failure(board, RuntimeError("Connection closed by peer"))
+        assert isinstance(raised, PeerFailure)
+        assert str(raised) == "step 12: rank 0 saves, but rank 1 trains"
+    for board in reversed(boards):
+        board.close()
 
 
 class Run:

@@ -243,3 +243,41 @@ def test_weight_gradients_are_not_put_off_without_bound(d: int, factor: int) -> 
         held = simulate(placement, repeated(planner, factor * d, 8), planner.costs).peak_held
         # As many as are in flight, and a few that early forwards of the next batch displace.
         assert max(held) <= 1.5 * n * w
+
+
+@given(cases(max_devices=6, max_segments=1))
+@settings(deadline=None, max_examples=30)
+def test_early_forwards_that_are_put_off_are_the_same_ones_later(case: Case) -> None:
+    t = Tables(case.placement, case.max_in_flight, case.costs, case.split)
+    m = case.sizes[0]
+    current = list_batch(t, rules(t)["backward first"], m, ())
+    until = max(end for _, end, _, _, _ in current) + t.mean_forward
+    (_, soon), (moved, late) = (early_forwards(t, current, m, until, 3, put_off) for put_off in (False, True))
+    begun = {(slot, j): start for start, _, _, slot, j in soon}
+    ends = {(slot, j): end for _, end, _, slot, j in late}
+    assert ends.keys() == begun.keys()
+    for start, end, _, slot, j in late:
+        assert start >= begun[slot, j] - 1e-9
+        assert end <= until + 1e-9
+        if slot % t.stages:
+            assert start >= ends[slot - 1, j] + t.message - 1e-9
+    for line in devices_of(t, [*moved, *late]):
+        line.sort()
+        assert all(one[1] <= other[0] + 1e-9 for one, other in pairwise(line))
+
+
+def test_among_equally_early_orders_that_is_taken_whose_early_forwards_know_more_of_the_update() -> None:
+    t = tables(4, 2, 2, split=True, message=0.05)
+    choice = choose(t, 4, True, True, tolerance=0.01)
+    at_once = settle(t, choice.policy._replace(put_off=False), 4, 4, True, 10)
+    assert choice.state.early == at_once.early == 4
+    # With nothing gathered it would be 4; each device ever gathers half of the window, so that 2 is the least.
+    assert choice.state.uninformed <= 3.0 < at_once.uninformed
+
+
+def test_early_forwards_are_weighted_by_their_work() -> None:
+    costs = Costs((3.0, 1.0, 1.0, 1.0), (6.0, 2.0, 2.0, 2.0), (0.0, 1.0, 1.0, 1.0), (6.0, 1.0, 1.0, 1.0))
+    t = Tables(Placement(4, 2), 2, costs, True)
+    state = settle(t, Policy("", rules(t)["backward first"], 1.0, 2), 8, 8, True, 10)
+    assert state.early == pytest.approx(sum(8 * s * f / 1.5 for s, f in zip(state.shares, costs.forward, strict=True)))
+    assert 0 < state.shares[0] < 1

@@ -196,6 +196,17 @@ def test_a_parameter_of_several_stages_counts_once_on_a_device() -> None:
     assert [device.weights for device in plan.memory] == [16, 16, 16, 16]
 
 
+def test_low_precision_copies_count_once_for_each_version_of_the_weights() -> None:
+    model = profile([1.0] * 4, weights=[8] * 4, saved=1000)
+    cast = replace(model, weights=tuple(replace(weights, copy=4) for weights in model.weights))
+    for look_ahead, most in ((False, 1), (True, 2)):  # versions of the weights of a device's two stages
+        asked = request(4, num_pipelines=2, cuts=(0, 1, 2), look_ahead=look_ahead)
+        plain, copied = choose_plan(model, asked).memory, choose_plan(cast, asked).memory
+        more = [b.total - a.total for a, b in zip(plain, copied, strict=True)]
+        assert all(2 * 4 <= nbytes <= most * 2 * 4 for nbytes in more)
+        assert [b.activations for b in copied] == [a.activations for a in plain]
+
+
 def test_a_profile_survives_being_written() -> None:
     model = random_profile(2, 5)
     assert ModelProfile.from_dict(model.to_dict()) == model

@@ -7,6 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_asyncpipe.runtime.extrapolation import Extrapolation
+from lightning_asyncpipe.runtime.gradients import GradientAccumulator
 
 
 class Training:
@@ -15,6 +16,7 @@ class Training:
     def __init__(self, rate: float = 0.1) -> None:
         self.parameters = {"a": Parameter(torch.tensor([1.0, 2.0])), "b": Parameter(torch.tensor([5.0]))}
         self.rate = rate
+        self.gathered = GradientAccumulator(self.parameters)
         self.early = Extrapolation(self.parameters, [["a"], ["b"]], lambda name: self.rate)
 
     def update(self, by: float, next_rate: float | None = None) -> None:
@@ -31,7 +33,7 @@ class Training:
             self.parameters[name].add_(by)
 
     def weights(self, stage: int = 0) -> list[float]:
-        [leaf] = self.early.leaves(stage).values()
+        [leaf] = self.early.leaves(stage, self.gathered).values()
         assert leaf.requires_grad
         return leaf.tolist()
 
@@ -74,7 +76,7 @@ def test_after_a_flush_nothing_is_left_of_the_updates_before_it():
 def test_all_forwards_of_a_segment_share_their_weights_and_live_ones_are_not_touched():
     training = Training()
     training.update(0.5)
-    [first], [second] = training.early.leaves(0).values(), training.early.leaves(0).values()
+    [first], [second] = (training.early.leaves(0, training.gathered).values() for _ in range(2))
     assert first is second
     with torch.no_grad():
         first.zero_()

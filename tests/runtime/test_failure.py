@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from lightning_asyncpipe.errors import PeerFailure
+from lightning_asyncpipe.errors import DataMismatchError, PeerFailure
 from lightning_asyncpipe.runtime.failure import FailureBoard
 
 POLL = 0.02
@@ -67,6 +67,15 @@ def test_every_rank_learns_the_first_failure_with_its_traceback(boards: Boards) 
         text = str(caught.value)
         assert text.startswith("rank 2 failed:\n\nTraceback (most recent call last):\n")
         assert text.endswith("ValueError: boom\n")
+
+
+def test_what_concerns_all_ranks_is_told_without_the_traceback_of_one(boards: Boards) -> None:
+    ranks = boards(3)
+    ranks[1].report(raised(DataMismatchError("step 3: rank 0 has a batch 3, but rank 1 has none")))
+    for board in ranks:
+        wait_until(lambda board=board: board.failure)
+        with pytest.raises(PeerFailure, match=r"^step 3: rank 0 has a batch 3, but rank 1 has none$"):
+            board.check()
 
 
 def test_the_first_of_several_failures_wins(boards: Boards) -> None:

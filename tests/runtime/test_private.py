@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -92,6 +93,19 @@ def test_fake_tensors_mix_with_real_parameters_and_hollow_ones() -> None:
         y = linear(x)
     assert (y.shape, y.stride(), y.dtype) == ((4, 2, 5), (10, 5, 1), torch.float32)
     assert isinstance(y, _private.FakeTensor)
+
+
+def test_tensors_that_were_made_fake_can_be_swapped_afterwards() -> None:
+    """What a mode remembers of them are weak references, which ``swap_tensors`` refuses."""
+    linear = nn.Linear(3, 5)
+    with _private.shapes_only() as mode:
+        with mode:
+            linear(_private.to_fake(mode, torch.randn(2, 3)))
+        assert weakref.getweakrefcount(linear.weight)
+    assert mode is not None
+    assert not weakref.getweakrefcount(linear.weight)
+    _private.swap(linear.weight, nn.Parameter(torch.ones(5, 3)))
+    assert torch.equal(linear.weight, torch.ones(5, 3))
 
 
 def test_storages_have_an_identity_while_they_live() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from lightning_asyncpipe.plan.profile import ModelProfile
 from lightning_asyncpipe.runtime.hollow import hollow, is_hollow
 from lightning_asyncpipe.runtime.profile import profile_model
+from lightning_asyncpipe.runtime.program import StageProgram
 from lightning_asyncpipe.runtime.stages import StageTask
+from lightning_asyncpipe.runtime.weight_copies import WeightCopies
 from tests.runtime.stage_models import Gpt, candidates, text
 
 WIDTH, SAMPLES = 8, 4
@@ -206,3 +209,27 @@ def test_an_error_of_the_step_comes_out() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         profiled(Fails(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), vectors(), seconds=0.0)
+
+
+def test_low_precision_copies_count_with_the_weights_not_with_each_micro_batch() -> None:
+    """A micro-batch keeps a cast of its own of small parameters only; those of large ones are shared."""
+    wide = 256
+    model = Chain(*(nn.Linear(wide, wide, bias=False) for _ in range(3)))
+    context = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+    found = candidates(model, torch.randn(SAMPLES, wide))
+
+    def copies(program: StageProgram) -> WeightCopies:
+        parameters = dict(model.named_parameters())
+        return WeightCopies([[parameters[name] for name in names] for names in program.parameters], "cpu")
+
+    def measured(**options: Any) -> ModelProfile:
+        task = StageTask((torch.randn(SAMPLES, wide),))
+        return profile_model(found, model, model.training_step, task, context, seconds=0.0, **options)
+
+    own, shared = measured(), measured(copies=copies)
+    nbytes = 2 * wide * wide
+    assert [weights.copy for weights in own.weights] == [0, 0, 0]
+    assert [weights.copy for weights in shared.weights] == [nbytes] * 3
+    saved = [one.saved - other.saved for one, other in zip(own.units, shared.units, strict=True) if one.parameters]
+    assert saved == [0, nbytes, nbytes]  # the first layer's input needs no gradient, and so no weight
+    assert ModelProfile.from_dict(shared.to_dict()) == shared

@@ -52,7 +52,7 @@ def bert_for_classification() -> nn.Module:
     return BertForSequenceClassification(_bert_config())
 
 
-class Transformer(pl.LightningModule):
+class TransformersModel(pl.LightningModule):
     """A model of `transformers` that computes its own loss from a batch of keyword arguments."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -105,12 +105,12 @@ for name, model, labels, padded in (
 ):
     TRANSFORMERS.add(
         name,
-        lambda model=model: Transformer(model()),
+        lambda model=model: TransformersModel(model()),
         lambda labels=labels, padded=padded: tokens(labels, padded),
         arguments={"gradient_clip_val": 1.0},
         reference="parts",
     )
 for name, model in {"GPT-2 with dropout": lambda: gpt2(0.1), "GPT-2 with checkpointing": checkpointed_gpt2}.items():
     TRANSFORMERS.add(
-        name, lambda model=model: Transformer(model()), lambda: tokens("next", padded=False), reference="none"
+        name, lambda model=model: TransformersModel(model()), lambda: tokens("next", padded=False), reference="none"
     )

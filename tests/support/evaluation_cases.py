@@ -279,7 +279,14 @@ case("hooks around batches", StartsBatches, fitting())
 
 
 class AllHooks(Returns):
-    """Takes down every hook."""
+    """Takes down every hook, of its own and of a callback."""
+
+    def configure_callbacks(self) -> Any:
+        return [AllOfACallback()]
+
+
+class AllOfACallback(pl.Callback):
+    """Tells the module of every hook."""
 
 
 HOOKS = [
@@ -301,8 +308,20 @@ def _hooked(name: str) -> Callable[..., None]:
     return hook
 
 
+def _hooked_outside(name: str) -> Callable[..., None]:
+    def hook(self: Any, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        module.seen.append(f"callback.{name}")
+
+    return hook
+
+
 for _name in HOOKS:
     setattr(AllHooks, _name, _hooked(_name))
+CALLBACK_HOOKS = [
+    name for name in vars(pl.Callback) if name.startswith("on_") and name not in ("on_exception", "on_load_checkpoint")
+]
+for _name in ("setup", "teardown", *CALLBACK_HOOKS):
+    setattr(AllOfACallback, _name, _hooked_outside(_name))
 
 case(
     "all hooks in their order",
@@ -314,6 +333,49 @@ case(
         ("predict", {"dataloaders": points(9)}),
     ],
     max_epochs=2,
+    accumulate_grad_batches=2,
+)
+
+
+class BringsItsData(Classifier):
+    """Has loaders of its own, and hooks around them."""
+
+    prepared = False
+
+    def prepare_data(self) -> None:
+        self.prepared = True
+
+    def setup(self, stage: str) -> None:
+        assert self.prepared == (self.trainer.local_rank == 0)
+        self.seen.append(("setup", stage))
+
+    def configure_sharded_model(self) -> None:
+        self.seen.append("configure_sharded_model")
+
+    def on_validation_model_zero_grad(self) -> None:
+        self.seen.append("on_validation_model_zero_grad")
+        super().on_validation_model_zero_grad()
+
+    def train_dataloader(self) -> Any:
+        return points(20)
+
+    def val_dataloader(self) -> Any:
+        return points(9, seed=1)
+
+    def test_dataloader(self) -> Any:
+        return points(9, seed=2)
+
+    predict_dataloader = test_dataloader
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", F.cross_entropy(self.logits(batch[0]), batch[1]))
+
+
+case(
+    "a module with loaders of its own",
+    BringsItsData,
+    lambda: [("fit", {}), ("validate", {"verbose": False}), ("test", {"verbose": False}), ("predict", {})],
+    val_check_interval=2,
     accumulate_grad_batches=2,
 )
 

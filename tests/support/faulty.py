@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -208,6 +209,13 @@ class Manual(Regression):
         happens()
 
 
+class Announced(Regression):
+    """What is wrong is found out after this module's setup."""
+
+    def setup(self, stage: str) -> None:
+        happens()
+
+
 class OtherOnEachRank(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -215,6 +223,64 @@ class OtherOnEachRank(Regression):
 
     def setup(self, stage: str) -> None:
         happens()
+
+
+class OwnLearningRate(Regression):
+    def configure_optimizers(self) -> Any:
+        happens()
+        return torch.optim.SGD(self.parameters(), lr=0.1 + rank())
+
+
+class Measured(Regression):
+    """What happens while rank 0 measures: after a few runs of the step it calls `then`, and is busy."""
+
+    def __init__(self, then: Callable[[], None], rank_1: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.then, self.rank_1, self.runs = then, rank_1, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.runs += 1
+        if self.runs > 6:
+            self.then()
+            time.sleep(BUSY)
+        return super().training_step(batch, batch_idx)
+
+    def setup(self, stage: str) -> None:
+        if rank() == 1 and self.rank_1 is not None:
+            threading.Thread(target=self.rank_1, daemon=True).start()
+
+
+def raises() -> None:
+    happens()
+    raise Boom("while measuring")
+
+
+def is_killed_while_rank_0_measures() -> None:
+    """This process is killed."""
+    while not (directory() / "training").exists():
+        time.sleep(0.02)
+    happens()
+    is_killed()
+
+
+def may_come() -> None:
+    """A signal from outside may come now."""
+    (directory() / "training").touch()
+
+
+def slow_to_start() -> None:
+    """Rank 1 takes for ever to start; rank 0 waits for it."""
+    if rank() == 1:
+        time.sleep(0.5)
+        may_come()
+        time.sleep(BUSY)
+
+
+def killed_at_start() -> None:
+    """Rank 1 is killed before it has joined the others."""
+    if rank() == 1:
+        happens()
+        is_killed()
 
 
 # Callbacks
@@ -247,6 +313,13 @@ class WaitsAlone(pl.Callback):
             trainer.strategy.barrier()
 
 
+def saves_alone(trainer: pl.Trainer) -> None:
+    """One rank saves when the others have ended."""
+    if trainer.is_global_zero:
+        happens()
+        trainer.save_checkpoint(directory() / "alone.ckpt")
+
+
 @dataclass(frozen=True)
 class Fault:
     """One thing that goes wrong.
@@ -258,6 +331,9 @@ class Fault:
         strategy: arguments of the strategy.
         callbacks: builds callbacks beside the checkpoints.
         send: a signal that is to come from outside, to "all" processes or the "first".
+        start: called before anything else.
+        after: called when the training has ended.
+        guarded: whether processes that are spawned leave out what the script does.
     """
 
     module: Callable[[], pl.LightningModule] = Regression
@@ -266,10 +342,15 @@ class Fault:
     strategy: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[pl.Callback]] = list
     send: tuple[signal.Signals, str] | None = None
+    start: Callable[[], None] = lambda: None
+    after: Callable[[pl.Trainer], None] = lambda _: None
+    guarded: bool = True
 
 
 SYNCHRONOUS = {"max_staleness": 0}
 SPAWN = {"start_method": "spawn"}
+MEASURED = {"partition": "profile"}
+FOREIGN = Path(__file__).with_name("foreign_plan.json")
 FAULTS: dict[str, Fault] = {
     "nothing": Fault(Half, strategy={"num_pipelines": 1}),
     "noise of each rank's own": Fault(loader=lambda: DataLoader(Noisy(96), 8), ranks=3),
@@ -280,12 +361,12 @@ FAULTS: dict[str, Fault] = {
         loader=lambda: DataLoader(Part(40, 24), 8), strategy={"data_parallel_size": 2, **SYNCHRONOUS}
     ),
     "a corrupt sample": Fault(loader=lambda: DataLoader(Corrupt(96), 8, num_workers=1)),
-    "rank 0 raises in the first step": Fault(lambda: Raises(0, 0)),
     "rank 1 raises in the first step": Fault(lambda: Raises(1, 0)),
     "rank 0 raises, rank 1 is busy": Fault(lambda: Raises(0, 5, busy=True)),
     "rank 2 raises, the others are busy": Fault(lambda: Raises(2, 5, busy=True), ranks=3),
     "rank 1 raises in a hook while others save": Fault(callbacks=lambda: [SavesBadly()]),
     "rank 0 saves alone": Fault(callbacks=lambda: [SavesAlone()]),
+    "rank 0 saves alone after the end": Fault(after=saves_alone),
     "rank 1 waits alone": Fault(callbacks=lambda: [WaitsAlone()]),
     "collectives in the step": Fault(Gathers),
     "manual optimization": Fault(Manual),
@@ -298,7 +379,21 @@ FAULTS: dict[str, Fault] = {
     "ctrl-c": Fault(Slow, lambda: batches(10_000), send=(signal.SIGINT, "all")),
     "sigterm": Fault(Slow, lambda: batches(10_000), send=(signal.SIGTERM, "first")),
     "rank 1 raises, spawned": Fault(lambda: Raises(1, 5), strategy=SPAWN),
+    "no main guard, spawned": Fault(strategy=SPAWN, guarded=False),
     "rank 0 is killed, spawned": Fault(lambda: Dies(0), strategy=SPAWN),
+    "a learning rate of each rank's own": Fault(OwnLearningRate),
+    "a foreign plan": Fault(Announced, strategy={"plan": str(FOREIGN)}),
+    "a memory limit that nothing fits": Fault(Announced, strategy={"memory_limit": 100, **MEASURED}),
+    "a cut that leaves a stage empty": Fault(Announced, strategy={"cuts": ["net"], **MEASURED}),
+    "the step raises while it is measured": Fault(lambda: Measured(raises), strategy=MEASURED),
+    "ctrl-c while ranks start": Fault(send=(signal.SIGINT, "all"), start=slow_to_start),
+    "sigterm while ranks start": Fault(send=(signal.SIGTERM, "first"), start=slow_to_start),
+    "rank 1 is killed while ranks start": Fault(start=killed_at_start),
+    "ctrl-c while measuring": Fault(lambda: Measured(may_come), strategy=MEASURED, send=(signal.SIGINT, "all")),
+    "sigterm while measuring": Fault(lambda: Measured(may_come), strategy=MEASURED, send=(signal.SIGTERM, "first")),
+    "rank 1 is killed while measuring": Fault(
+        lambda: Measured(may_come, is_killed_while_rank_0_measures), strategy=MEASURED
+    ),
     "sigterm, spawned": Fault(Slow, lambda: batches(10_000), strategy=SPAWN, send=(signal.SIGTERM, "first")),
 }
 
@@ -306,6 +401,7 @@ FAULTS: dict[str, Fault] = {
 def main(fault: Fault) -> None:
     torch.manual_seed(1)
     (directory() / f"pid-{rank()}").write_text(str(os.getpid()))
+    fault.start()
     saving = ModelCheckpoint(directory(), every_n_train_steps=2, save_top_k=-1, save_on_exception=True)
     trainer = pl.Trainer(
         max_epochs=1,
@@ -319,7 +415,8 @@ def main(fault: Fault) -> None:
         enable_model_summary=False,
     )
     trainer.fit(fault.module().double(), fault.loader())
+    fault.after(trainer)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" or (__name__ == "__mp_main__" and not FAULTS[sys.argv[1]].guarded):
     main(FAULTS[sys.argv[1]])

@@ -19,12 +19,13 @@ from tests.support.edge_data import DATA
 from tests.support.edge_hooks import HOOKS, Logs
 from tests.support.edge_models import MODELS, NormTower
 from tests.support.edge_norms import NORMS
+from tests.support.edge_projects import PROJECTS
 from tests.support.edge_random import RANDOM
 from tests.support.edge_transformers import TRANSFORMERS
 from tests.support.edges import STAGES, How, Observed, Scenario, observe, run, train
 from tests.support.fit import fit
 
-SCENARIOS = {**DATA, **MODELS, **RANDOM, **TRANSFORMERS, **HOOKS, **NORMS}
+SCENARIOS = {**DATA, **MODELS, **RANDOM, **TRANSFORMERS, **HOOKS, **NORMS, **PROJECTS}
 OTHER_SEED = 77
 
 

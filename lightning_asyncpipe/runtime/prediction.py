@@ -1,0 +1,118 @@
+"""Better weights for early forwards: the coming update as far as it is known, the rest of it like the last one.
+
+By the time that a device runs forwards of the next window, part of this window's gradient has been computed, some of it
+on the device itself. Where a device has gathered the sum ``s`` of a share ``c`` of the window, an early forward runs on
+
+    w + b d r - lr (1 - b) P s / c
+
+where d is the last update of w, b the momentum, r the ratio of the learning rates of the coming update and of the last
+one, and P the optimizer's preconditioner, times what clipping left of a gradient; :mod:`update_rules` has what this is
+for each optimizer. With nothing gathered it is :mod:`extrapolation`.
+
+Owners send preconditioners with new weights, every :data:`REFRESH` steps, more often in the beginning. For AdamW a
+device needs the memory of one more copy of the hosted weights for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_asyncpipe.runtime.extrapolation import Extrapolation
+from lightning_asyncpipe.runtime.gradients import GradientAccumulator
+from lightning_asyncpipe.runtime.update_rules import UpdateRules
+
+REFRESH = 20
+"""After how many steps owners send preconditioners again."""
+
+
+def refresh_is_due(steps: int) -> bool:
+    """Whether preconditioners are sent so many steps after a flush: 1, 2, 4, 8, 16, and every :data:`REFRESH`."""
+    return steps % REFRESH == 0 or (steps < REFRESH and steps & (steps - 1) == 0)
+
+
+class Prediction(Extrapolation):
+    """Copies of the hosted weights, moved on by what is known and expected of the coming update.
+
+    Args:
+        parameters: the hosted trainable parameters by name.
+        stages: for each stage, the names of the parameters that it uses.
+        rate: the learning rate of a parameter's next update, by name.
+        rules: how the optimizer updates them.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        stages: Sequence[Sequence[str]],
+        rate: Callable[[str], float],
+        rules: UpdateRules,
+    ) -> None:
+        super().__init__(parameters, stages, rate)
+        self._rules = rules
+        self._uses = Counter(name for names in stages for name in names)
+        self._preconditioners: dict[str, Tensor] = {}
+        self._norms: dict[str, Tensor] = {}
+        self._steps = 0
+
+    def step_follows(self) -> None:
+        super().step_follows()
+        self._steps += 1
+
+    def collected(self, gradients: Mapping[str, Tensor]) -> None:
+        if refresh_is_due(self._steps):
+            self._norms = {name: gradient.norm() for name, gradient in gradients.items()}
+
+    def stepped(self) -> None:
+        """Work out the preconditioners of what this rank owns, for gradients that are neither unscaled nor clipped."""
+        for name, norm in self._norms.items():
+            parameter = self._parameters[name]
+            if parameter.grad is None or not norm:
+                continue
+            found = self._rules.preconditioner(name, parameter.grad.to(norm.dtype).norm() / norm)
+            if found is not None and found.isfinite().all():
+                largest = torch.finfo(parameter.dtype).max
+                self._preconditioners[name] = found.clamp(-largest, largest).to(parameter.dtype)
+        self._norms.clear()
+
+    def companions(self, names: Iterable[str]) -> list[Tensor]:
+        if not refresh_is_due(self._steps):
+            return []
+        return [
+            self._preconditioners[name].reshape(-1)
+            if name in self._preconditioners
+            else self._parameters[name].detach().new_zeros(self._rules.shape(name).numel())
+            for name in names
+        ]
+
+    def arrived(self, names: Iterable[str], companions: Tensor) -> None:
+        if not companions.numel():
+            return
+        names = list(names)
+        shapes = [self._rules.shape(name) for name in names]
+        parts = companions.tensor_split(list(accumulate(shape.numel() for shape in shapes)))
+        for name, shape, part in zip(names, shapes, parts, strict=False):
+            self._preconditioners[name] = part.view(shape)
+
+    def stand_in(self, name: str, parameter: Parameter, gathered: GradientAccumulator) -> Tensor:
+        known, gradient = self.last_move(name, parameter), gathered.get(name)
+        covered = gathered.covered(name) / self._uses[name]
+        if known is None or gradient is None or not covered:
+            return super().stand_in(name, parameter, gathered)
+        move, rate = known
+        whole = gradient.to_dense() / covered
+        rates = self._last_rates[name], rate
+        update = self._rules.update(name, move, rates, whole, self._preconditioners.get(name)).to(parameter.dtype)
+        # A scaled gradient may have overflowed; the step will then be skipped, and these forwards stay of use.
+        return parameter.detach() + torch.where(update.isfinite(), update, move * (rate / self._last_rates[name]))
+
+    def flush(self) -> None:
+        super().flush()
+        self._preconditioners.clear()
+        self._norms.clear()
+        self._steps = 0

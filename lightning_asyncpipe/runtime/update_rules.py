@@ -1,0 +1,139 @@
+"""What an optimizer will do with a gradient, as far as that can be told where its state is not.
+
+With momentum b an update of Adam or SGD is ``b`` times the one before and ``- lr (1 - b)`` times the new gradient,
+preconditioned (for SGD, ``- lr``). The preconditioner of AdamW is ``1 / (sqrt(v) + eps)``, and v grows with the new
+gradient itself; SGD has none.
+
+Muon makes the momentum orthogonal. What its update tells of the momentum is all but the symmetric factor H of the polar
+decomposition; so H is sent, and with it the momentum, the new gradient added and made orthogonal, is the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+_MUON: type[Optimizer] | None = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
+_ADAMS = (Adam, AdamW)
+_KNOWN: tuple[type[Optimizer], ...] = (*_ADAMS, SGD, *(() if _MUON is None else (_MUON,)))
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether updates of an optimizer can be told in advance; subclasses may do anything, so it is not for them."""
+    return type(optimizer) in _KNOWN
+
+
+class UpdateRules:
+    """How parameters are updated, by name.
+
+    Args:
+        parameters: the parameters to tell of.
+        places: the optimizer of each, a known one, and the number of its group; none for a parameter without.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], places: Mapping[str, tuple[Optimizer, int]]) -> None:
+        self._parameters = parameters
+        self._places = places
+
+    def _group(self, name: str) -> tuple[Optimizer, dict[str, Any]]:
+        optimizer, number = self._places[name]
+        return optimizer, optimizer.param_groups[number]
+
+    def shape(self, name: str) -> torch.Size:
+        """Of the preconditioner: the parameter's, that of a factor of the matrix, or ``(1,)`` where there is none."""
+        optimizer, _ = self._places.get(name, (None, 0))
+        shape = self._parameters[name].shape
+        if type(optimizer) in _ADAMS:
+            return shape
+        return torch.Size([min(shape)] * 2 if type(optimizer) is _MUON else [1])
+
+    def preconditioner(self, name: str, left: Tensor) -> Tensor | None:
+        """What must be known of the optimizer's state to tell an update from a gradient.
+
+        Args:
+            name: of a parameter that this rank has just stepped, and whose ``.grad`` is still there.
+            left: what clipping and other changes have left of the length of the gradient; a scalar.
+
+        Returns:
+            A tensor of :meth:`shape`; None where the optimizer has no state of the parameter.
+        """
+        if name not in self._places:
+            return None
+        parameter = self._parameters[name]
+        optimizer, group = self._group(name)
+        state = optimizer.state.get(parameter, {})
+        if type(optimizer) is SGD:
+            return left.reshape(1)
+        if type(optimizer) in _ADAMS:
+            squares: Tensor | None = state.get("max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq")
+            if squares is None:
+                return None
+            correction = 1 - float(group["betas"][1]) ** float(state["step"])
+            scale: Tensor = (squares / correction).sqrt_().add_(group["eps"]).reciprocal_().mul_(left)
+            return scale
+        momentum: Tensor | None = state.get("momentum_buffer")
+        if momentum is None or parameter.grad is None:
+            return None
+        if group["nesterov"]:
+            momentum = parameter.grad.lerp(momentum, group["momentum"])
+        matrix = (momentum if momentum.shape[0] >= momentum.shape[1] else momentum.T).to(left.dtype)
+        values, vectors = torch.linalg.eigh(matrix.T @ matrix)
+        factor: Tensor = (vectors * values.clamp_min_(0).sqrt_()) @ vectors.T / left
+        return factor
+
+    def update(
+        self, name: str, move: Tensor, rates: tuple[float, float], gradient: Tensor, preconditioner: Tensor | None
+    ) -> Tensor:
+        """The coming update of a parameter.
+
+        Args:
+            name: of the parameter.
+            move: its last update.
+            rates: the learning rates of that update and of the coming one, not 0 the first.
+            gradient: of the window, or an estimate of it.
+            preconditioner: as it was some steps before; None, or zeros, where the parameter had no gradient then.
+        """
+        optimizer, group = self._group(name)
+        last, rate = rates
+        if type(optimizer) is _MUON:
+            if preconditioner is None or not preconditioner.any():
+                return move * (rate / last)
+            return self._muon(name, group, move, rates, gradient, preconditioner)
+        repeated = move * (float(group["betas"][0] if "betas" in group else group["momentum"]) * rate / last)
+        if preconditioner is None:
+            return repeated
+        gradient = gradient * (-preconditioner if group["maximize"] else preconditioner)
+        if type(optimizer) is SGD:
+            return repeated - gradient * (rate * (1 - float(group["dampening"])))
+        first, second = map(float, group["betas"])
+        # A gradient much larger than those before it makes the preconditioner smaller at once.
+        grown = gradient.square().mul_(1 - second).add_(second).sqrt_()
+        return repeated - gradient.mul_(rate * (1 - first)).div_(grown)
+
+    def _muon(
+        self,
+        name: str,
+        group: dict[str, Any],
+        move: Tensor,
+        rates: tuple[float, float],
+        gradient: Tensor,
+        factor: Tensor,
+    ) -> Tensor:
+        last, rate = rates
+        weight = self._parameters[name].detach()
+        decay: float = group["weight_decay"]
+        direction = (move + last * decay * (weight - move)).neg_()
+        direction *= min(move.shape) ** 0.5 / direction.norm().clamp_min(torch.finfo(move.dtype).tiny)
+        momentum = direction @ factor if move.shape[0] >= move.shape[1] else factor @ direction
+        kept: float = group["momentum"] ** (2 if group["nesterov"] else 1)
+        scratch = Parameter(torch.zeros_like(weight))
+        scratch.grad = (gradient.lerp(momentum.to(gradient.dtype), kept)).to(weight.dtype)
+        assert _MUON is not None
+        settings = {key: group[key] for key in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+        _MUON([scratch], lr=rate, weight_decay=0.0, momentum=0.0, nesterov=False, **settings).step()  # type: ignore[call-arg]
+        return scratch.detach().sub_(weight, alpha=rate * decay)

@@ -1,0 +1,184 @@
+"""Early forwards run on what is known of the coming update: momentum, and the gradient that the device has gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_asyncpipe.runtime.gradients import GradientAccumulator
+from lightning_asyncpipe.runtime.prediction import Prediction, refresh_is_due
+from lightning_asyncpipe.runtime.update_rules import UpdateRules, is_known
+
+Make = Callable[[list[Parameter]], Optimizer]
+MUON = getattr(torch.optim, "Muon", None)
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.8, 0.9), weight_decay=0.0),
+    "adam with amsgrad": lambda parameters: Adam(parameters, lr=0.01, betas=(0.8, 0.9), amsgrad=True),
+    "adamw that maximizes": lambda parameters: AdamW(parameters, lr=0.01, weight_decay=0.0, maximize=True),
+    "sgd": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9),
+    "sgd with dampening": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5),
+    "plain sgd": lambda parameters: SGD(parameters, lr=0.1),
+}
+STEPS = 21  # what is sent every so many steps is one step old then
+
+
+class Training:
+    """One parameter that a real optimizer steps, on a rank that owns it."""
+
+    def __init__(self, make: Make, clipped: float = 1.0) -> None:
+        torch.manual_seed(0)
+        self.parameter = Parameter(torch.randn(4, 3, dtype=torch.float64))
+        self.clipped = clipped
+        self.optimizer = make([self.parameter])
+        parameters = {"w": self.parameter}
+        rules = UpdateRules(parameters, {"w": (self.optimizer, 0)})
+        self.early = Prediction(parameters, [["w"]], lambda _: float(self.optimizer.param_groups[0]["lr"]), rules)
+        self.gathered = GradientAccumulator(parameters)
+
+    def gather(self, gradient: Tensor, share: float = 1.0) -> None:
+        with self.gathered.collecting(["w"]):
+            (self.parameter * gradient).sum().backward()
+        self.gathered.cover(["w"], share)
+
+    def step(self, gradient: Tensor) -> None:
+        self.gather(gradient)
+        self.early.rotate()
+        self.early.step_follows()
+        self.early.before_update(["w"])
+        gradients = {"w": self.gathered.get("w")}
+        self.early.collected(gradients)
+        self.gathered.clear()
+        self.parameter.grad = gradients["w"] * self.clipped
+        self.optimizer.step()
+        self.early.stepped()
+        self.parameter.grad = None
+
+    def train(self, steps: int = STEPS) -> Training:
+        for step in range(steps):
+            self.step(gradient_of(step))
+        return self
+
+    def predicted(self) -> Tensor:
+        [leaf] = self.early.leaves(0, self.gathered).values()
+        return leaf.detach().clone()
+
+
+def gradient_of(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, 3, generator=generator, dtype=torch.float64) + 0.5
+
+
+def error(predicted: Tensor, before: Tensor, after: Tensor) -> float:
+    """Of a predicted update, over the length of the true one."""
+    return float((predicted - after).norm() / (after - before).norm())
+
+
+@pytest.mark.parametrize("clipped", [1.0, 0.1])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_with_all_of_the_gradient_the_update_is_known(name: str, clipped: float) -> None:
+    training = Training(OPTIMIZERS[name], clipped).train()
+    before = training.parameter.detach().clone()
+    training.gather(gradient_of(99))
+    predicted = training.predicted()
+    training.gathered.clear()
+    training.step(gradient_of(99))
+    # AdamW's v grows by a tenth of the new square, in the part of the momentum as well.
+    assert error(predicted, before, training.parameter.detach()) < (0.3 if "adam" in name else 1e-12)
+
+
+def test_a_part_of_the_gradient_stands_for_the_whole() -> None:
+    whole, part = (Training(OPTIMIZERS["adamw"]).train() for _ in range(2))
+    whole.gather(gradient_of(99))
+    part.gather(gradient_of(99) / 4, share=0.25)
+    torch.testing.assert_close(whole.predicted(), part.predicted())
+
+
+def test_with_no_gradient_yet_the_last_update_is_repeated() -> None:
+    training = Training(OPTIMIZERS["adamw"]).train(3)
+    before = training.parameter.detach().clone()
+    training.step(gradient_of(3))
+    after = training.parameter.detach()
+    torch.testing.assert_close(training.predicted(), after + (after - before))
+
+
+def test_a_gradient_that_has_overflowed_is_left_out() -> None:
+    training = Training(OPTIMIZERS["adamw"]).train(3)
+    repeated = training.predicted()
+    training.early.rotate()
+    gradient = gradient_of(99)
+    gradient[1, 1], gradient[2, 2] = float("inf"), float("nan")
+    training.gather(gradient)
+    predicted = training.predicted()
+    assert bool(predicted.isfinite().all())
+    assert (predicted == repeated).nonzero().tolist() == [[1, 1], [2, 2]]
+
+
+def test_an_element_that_has_had_no_gradient_moves_no_further_than_the_optimizer_would_move_it() -> None:
+    training = Training(OPTIMIZERS["adamw"])
+    gradient = torch.zeros(4, 3, dtype=torch.float64)
+    gradient[0, 0] = 1.0
+    for _ in range(STEPS):
+        training.step(gradient)
+    training.gather(torch.full_like(gradient, 0.1))
+    moved = (training.predicted() - training.parameter.detach()).abs()
+    assert float(moved.max()) < 0.01 * (0.8 + 0.2 / 0.1**0.5)
+
+
+@pytest.mark.skipif(MUON is None, reason="this torch has no Muon")
+def test_a_prediction_for_muon_is_closer_than_the_last_update() -> None:
+    errors = []
+    for informed in (True, False):
+        training = Training(lambda parameters: MUON(parameters, lr=0.02, momentum=0.9)).train()
+        before = training.parameter.detach().clone()
+        if informed:
+            training.gather(gradient_of(99))
+        predicted = training.predicted()
+        training.gathered.clear()
+        training.step(gradient_of(99))
+        errors.append(error(predicted, before, training.parameter.detach()))
+    assert errors[0] < 0.9 * errors[1]
+
+
+def test_after_a_flush_nothing_is_left_of_the_updates_before_it() -> None:
+    training = Training(OPTIMIZERS["sgd"]).train(3)
+    training.gather(gradient_of(99))
+    training.early.flush()
+    assert torch.equal(training.predicted(), training.parameter.detach())
+
+
+def test_what_an_owner_sends_makes_another_device_predict_the_same() -> None:
+    owner = Training(OPTIMIZERS["adamw"])
+    parameter = Parameter(owner.parameter.detach().clone())
+    rules = UpdateRules({"w": parameter}, {"w": (owner.optimizer, 0)})
+    other = Prediction({"w": parameter}, [["w"]], lambda _: 0.01, rules)
+    for step in range(6):
+        owner.step(gradient_of(step))
+        other.rotate()
+        other.step_follows()
+        other.before_update(["w"])
+        other.arrived(["w"], torch.cat([torch.zeros(0, dtype=torch.float64), *owner.early.companions(["w"])]))
+        with torch.no_grad():
+            parameter.copy_(owner.parameter)
+        owner.gather(gradient_of(50 + step), 0.5)
+        [leaf] = other.leaves(0, owner.gathered).values()
+        assert torch.equal(leaf, owner.predicted())
+        owner.gathered.clear()
+
+
+def test_preconditioners_are_sent_often_at_first_and_rarely_later() -> None:
+    assert [steps for steps in range(1, 62) if refresh_is_due(steps)] == [1, 2, 4, 8, 16, 20, 40, 60]
+
+
+def test_only_optimizers_whose_step_is_theirs_are_known() -> None:
+    class Own(AdamW):
+        pass
+
+    weights = [Parameter(torch.ones(2))]
+    known = {type(o).__name__: is_known(o) for o in (AdamW(weights), SGD(weights, lr=1), Own(weights))}
+    assert known == {"AdamW": True, "SGD": True, "Own": False}
+    assert not is_known(torch.optim.Adagrad(weights))
