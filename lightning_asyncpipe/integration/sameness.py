@@ -102,8 +102,9 @@ def settings_of_the_strategy(strategy: AsyncMultiPipeStrategy) -> Settings:
 
 
 def settings_of_the_module(module: nn.Module) -> Settings:
-    """Numbers, strings and the like in attributes of a module and its submodules."""
-    return {f"self.{name}": _shown(value) for name, value in step_state(module).items()}
+    """Numbers, strings and the like in attributes of a module and its submodules; private ones are state."""
+    public = {name: value for name, value in step_state(module).items() if "._" not in f".{name}"}
+    return {f"self.{name}": _shown(value) for name, value in public.items()}
 
 
 def settings_of_optimizers(optimizers: Sequence[Any], schedulers: Iterable[Any], module: nn.Module) -> Settings:

@@ -34,7 +34,7 @@ def step_state(model: nn.Module) -> dict[str, object]:
     """
     found: dict[str, object] = {}
     for name, module in model.named_modules():
-        if hasattr(module, "_computed"):  # a metric
+        if any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__):
             continue
         for attribute, value in vars(module).items():
             if attribute not in _NOT_THE_USERS:

@@ -8,6 +8,7 @@ import pytest
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from lightning_asyncpipe.integration.advice import UnneededAdvice
+from lightning_asyncpipe.integration.terminal import quieten
 from tests.support.evaluated import Classifier, points, run
 
 ADVICE = (
@@ -30,6 +31,7 @@ def test_the_advice_is_shown_where_it_helps(replicas, text, shown):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_leaves_the_filters_of_warnings_as_they_were():
+    quieten()  # which is for good
     before = list(warnings.filters)
     run(Classifier, "emulated", ("validate", {"dataloaders": points(8), "verbose": False}))
     assert warnings.filters == before

@@ -25,6 +25,7 @@ from lightning_asyncpipe.errors import PeerFailure
 from lightning_asyncpipe.integration.launchers import PopenLauncher, ProcessLauncher, first_failure
 from lightning_asyncpipe.runtime.channels import GlooTransport, MessageKey
 from lightning_asyncpipe.runtime.failure import FailureBoard
+from tests.support.scripts import PYTHON_PATH
 
 SCRIPT = Path(__file__).with_name("popen_script.py")
 WORLD = 3
@@ -52,11 +53,10 @@ class Run:
     def __init__(self, directory: Path, scenario: str, world_size: int) -> None:
         self.directory = directory
         command = [sys.executable, str(SCRIPT), scenario, str(directory), str(world_size)]
-        root = str(SCRIPT.parents[2])
         environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "MASTER_PORT")}
         self.process = subprocess.Popen(
             command,
-            env={**environment, "PYTHONPATH": root},
+            env={**environment, "PYTHONPATH": PYTHON_PATH},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

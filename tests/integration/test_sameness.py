@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
@@ -157,6 +158,16 @@ def test_layers_that_differ_are_named() -> None:
 def test_numbers_of_the_module_that_differ_are_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"`self\.scale` is not the same .*: 0\.5 on rank 0, 0\.7 on rank 1"):
         compared(WithNumbers(scale=0.5), WithNumbers(scale=0.7))
+
+
+def test_the_state_of_metrics_and_private_attributes_are_no_settings() -> None:
+    module = Regression()
+    module.metrics = torchmetrics.MetricCollection({"error": torchmetrics.MeanSquaredError()})
+    before = settings_of_the_module(module)
+    module.metrics.update(torch.ones(2), torch.zeros(2))
+    module.metrics.compute()
+    next(layer for name, layer in module.named_modules() if name)._calls = 1
+    assert settings_of_the_module(module) == before
 
 
 def test_a_module_may_know_its_rank() -> None:
