@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,18 +29,30 @@ def _log_level() -> ctypes.c_int | None:
 _LEVEL = _log_level()
 
 
+_lock = threading.Lock()
+_inside = 0  # threads that want quiet now
+_before = 0  # the severity to go back to when the last one has left
+
+
 @contextmanager
 def quiet_torch() -> Iterator[None]:
     """Let torch's C++ side log errors only; for the few microseconds of one store operation.
 
     ``FLAGS_caffe2_log_level``, checked on torch 2.13. It is process-wide: a warning that another
-    thread logs at the same moment is lost.
+    thread logs at the same moment is lost. Several threads may want quiet at a time.
     """
-    if _LEVEL is None or _LEVEL.value >= _ERROR:
+    global _inside, _before
+    if _LEVEL is None:
         yield
         return
-    before, _LEVEL.value = _LEVEL.value, _ERROR
+    with _lock:
+        if _inside == 0:
+            _before, _LEVEL.value = _LEVEL.value, max(_LEVEL.value, _ERROR)
+        _inside += 1
     try:
         yield
     finally:
-        _LEVEL.value = before
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                _LEVEL.value = _before
