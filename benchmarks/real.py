@@ -29,7 +29,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from memory import Block
+from memory import MB, Block, forget_peak, resident
 from peers import V_SHAPED, free_port
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -95,24 +95,18 @@ class Model(L.LightningModule):
         return optimizer_of(self.parameters())
 
 
-def resident(field: str) -> float:
-    """MB of this process's resident memory: ``VmRSS`` now, ``VmHWM`` at most."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024 / 1e6
-
-
 class Meter:
     """Measures the memory of this process from now on, and writes what was measured."""
 
     def __init__(self, result: Path) -> None:
         self._result = result
-        Path("/proc/self/clear_refs").write_text("5")  # the most so far begins anew
-        self._before = resident("VmRSS")
+        forget_peak()
+        self._before = resident()
 
     def write(self, rank: int, ends: list[float]) -> None:
         """`ends`: when each optimizer step ended."""
         seconds = [after - before for before, after in itertools.pairwise(ends[WARMUP - 1 :])]
-        measured = {"seconds": statistics.median(seconds), "memory": resident("VmHWM") - self._before}
+        measured = {"seconds": statistics.median(seconds), "memory": (resident("VmHWM") - self._before) / MB}
         self._result.with_suffix(f".{rank}").write_text(json.dumps(measured))
 
 

@@ -19,11 +19,11 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from memory import resident
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -50,14 +50,6 @@ class WideModel(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def resident(field: str) -> int:
-    """Bytes of this process by ``/proc``: ``VmRSS`` now, ``VmHWM`` at most."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status")
-
-
 class Switch(L.Callback):
     """Turns sharing on and off, takes the time of each step, and the memory in which training began."""
 
@@ -71,7 +63,7 @@ class Switch(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.runner = trainer.strategy._require_assembly().runner  # type: ignore[attr-defined]
         self.copies = self.runner.copies
-        self.memory = resident("VmRSS")
+        self.memory = resident()
         self._set(0)
 
     def _set(self, step: int) -> None:
