@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from lightning_asyncpipe.__main__ import main
 from tests.support.edge_basics import sized
 from tests.support.fit import fit
 from tests.support.resuming import Saves, emulated
+from tests.support.scripts import PYTHON_PATH
 from tests.test_resuming import Grouped
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -192,7 +194,8 @@ def _strategy_alone() -> Path:
 
 def run(directory: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "lightning_asyncpipe", "run", str(SCRIPT), *arguments]
-    result = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=200)
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr
 

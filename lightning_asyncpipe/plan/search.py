@@ -7,6 +7,7 @@ The effort is counted in simulated operations, not in seconds, so that the choic
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
@@ -36,6 +37,8 @@ _SEGMENTS = (3, 10)
 _SHARE = 16
 """Into how many policies the effort should go at least, where the fewest segments allow it."""
 _CANDIDATES = 600
+_REMEMBERED = 256
+"""How many choices a process keeps; one takes some kilobytes, as many as there are stages of pipelines."""
 _ANNEALING = 4
 """Which part of the effort may go into annealing; a move is about as much work as an operation."""
 
@@ -55,7 +58,7 @@ def choose(
     effort: int = EFFORT,
     tolerance: float = TOLERANCE,
 ) -> Choice:
-    """The best policy for a stream of equal segments.
+    """The best policy for a stream of equal segments; the same one at once when asked for again.
 
     Args:
         tables: the placement and its costs.
@@ -65,6 +68,11 @@ def choose(
         effort: simulated operations to spend; at least one policy is simulated.
         tolerance: the share of time that fewer early forwards may cost.
     """
+    return _choose(tables, microbatches, look_ahead, steps, effort, tolerance)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _choose(tables: Tables, microbatches: int, look_ahead: bool, steps: bool, effort: int, tolerance: float) -> Choice:
     search = _Search(tables, microbatches, look_ahead, steps, effort, tolerance)
     for policy in search.candidates():
         search.simulate(policy)

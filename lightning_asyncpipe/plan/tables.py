@@ -20,7 +20,10 @@ Operation = tuple[float, float, int, int, int]
 
 
 class Tables:
-    """Lists indexed by slot: ``device``, and durations ``forward``, ``backward`` and ``weight``."""
+    """Lists indexed by slot: ``device``, and durations ``forward``, ``backward`` and ``weight``.
+
+    Two are equal if they are made of equal placements and costs.
+    """
 
     def __init__(self, placement: Placement, max_in_flight: int, costs: Costs, split_backward: bool) -> None:
         self._others: dict[float, Tables] = {}
@@ -40,6 +43,15 @@ class Tables:
         self.message = costs.message if stages > 1 else 0.0
         self.mean_forward = sum(costs.forward) / stages
         self.hosted = [placement.hosted(d) for d in range(stages)]
+
+    def _made_of(self) -> tuple[Placement, int, Costs, bool, float]:
+        return self.placement, self.max_in_flight, self.costs, self.split, self.message
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tables) and self._made_of() == other._made_of()
+
+    def __hash__(self) -> int:
+        return hash(self._made_of())
 
     def with_messages(self, factor: float) -> Tables:
         """The same, but for messages that take ``factor`` times as long."""

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
+from lightning_asyncpipe.plan import search
 from lightning_asyncpipe.plan.listing import Keys, list_batch
 from lightning_asyncpipe.plan.lookahead import early_forwards
 from lightning_asyncpipe.plan.pattern import lattice
@@ -197,7 +198,19 @@ def test_split_backwards_with_two_in_flight_leave_no_idle_time(microbatches: int
 
 def test_the_choice_does_not_depend_on_earlier_choices() -> None:
     t = tables(4, 2, 3)
-    assert choose(t, 8, True, True, 20_000) == choose(t, 8, True, True, 20_000)
+    first = choose(t, 8, True, True, 20_000)
+    search._choose.cache_clear()
+    again = choose(t, 8, True, True, 20_000)
+    assert again == first
+    assert again is not first
+
+
+def test_what_was_searched_for_is_known():
+    first = choose(tables(4, 2, 2), 8, True, True, 20_000)
+    assert choose(tables(4, 2, 2), 8, True, True, 20_000) is first
+    assert choose(tables(4, 2, 2, split=True), 8, True, True, 20_000) is not first
+    assert choose(tables(4, 2, 2, message=0.1), 8, True, True, 20_000) is not first
+    assert choose(tables(4, 2, 3), 8, True, True, 20_000) is not first
 
 
 def test_the_outlook_of_a_short_batch_is_its_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ def _main(function: Callable[..., Any], rank: int, size: int, port: int, results
         LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
+    gc.freeze()  # as in tests/conftest.py
     try:
         saved = io.BytesIO()
         torch.save(function(*args), saved)
