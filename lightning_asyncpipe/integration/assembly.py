@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from lightning_asyncpipe.errors import CutError, PeerFailure
-from lightning_asyncpipe.integration import guards, internals
+from lightning_asyncpipe.integration import collectives, guards, internals
 from lightning_asyncpipe.integration.averaging import AveragedParts, averages_in_parts
 from lightning_asyncpipe.integration.checkpoint import WholeModel, synchronise
 from lightning_asyncpipe.integration.clipping import InstalledGradients
@@ -433,7 +433,7 @@ def _cut(
 
     statistics.begin(watch=False)
     try:
-        with guards.in_step():
+        with collectives.in_step():
             trace = trace_step(module, step, arguments, context=context, ignored=statistics.tensors())
     finally:
         statistics.end()
@@ -449,7 +449,7 @@ def _cut(
             assert isinstance(found, Tensor)
             return found
 
-        with guards.in_step():
+        with collectives.in_step():
             found = divisible_stages(module, program, call, StageTask(arguments), context, loss)
         whole = sorted(set(range(program.num_stages)) - found)
         if whole and strategy.split_backward is True:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_asyncpipe._private import rerouted, total_norm_rerouted
-from lightning_asyncpipe.integration.guards import inside_step
+from lightning_asyncpipe.integration.collectives import inside_step
 from lightning_asyncpipe.runtime.gradients import accumulation_dtype
 
 

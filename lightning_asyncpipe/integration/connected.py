@@ -26,7 +26,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_asyncpipe._private import own_store
 from lightning_asyncpipe.errors import PipelineError
-from lightning_asyncpipe.integration import guards
+from lightning_asyncpipe.integration import collectives, guards
 from lightning_asyncpipe.integration.afterwards import together
 from lightning_asyncpipe.integration.launchers import PopenLauncher, ProcessLauncher
 from lightning_asyncpipe.integration.terminal import quieten
@@ -198,7 +198,7 @@ class ConnectedStrategy(ParallelStrategy):
         return super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, name: str | None = None) -> None:
-        guards.forbid_in_step("strategy.barrier")
+        collectives.forbid_in_step("strategy.barrier")
         if self._has_failed or not _distributed_is_initialized():
             return  # in a hook that runs on an exception there is nobody to wait for
         self._begin_collective("strategy.barrier")
@@ -220,7 +220,7 @@ class ConnectedStrategy(ParallelStrategy):
         return self._failed or (self._board is not None and self._board.failure is not None)
 
     def _begin_collective(self, call: str) -> None:
-        guards.forbid_in_step(call)
+        collectives.forbid_in_step(call)
         if self._has_failed:
             raise PipelineError(f"`{call}` was called after the run had failed: the other ranks do not answer any more")
         self.meet(f"calls `{call}`")

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_asyncpipe.errors import DataMismatchError, PipelineError
-from lightning_asyncpipe.integration import guards
+from lightning_asyncpipe.integration import collectives, guards
 from lightning_asyncpipe.integration.evaluation_call import EvaluationCall, Kind, Said, joined
 from lightning_asyncpipe.integration.evaluation_data import EvaluationFetcher, Loop, Shown, step_arguments
 from lightning_asyncpipe.integration.messages import pack, unpack
@@ -189,7 +189,7 @@ class EvaluationSteps:
                 self._append(shown, step_arguments(self._loop, self._call.name, shown))
         needed = min(self._placement.num_stages, len(self._window))
         self._meet(f"evaluates batches up to {self._count} ({self.kind})")
-        with guards.in_step(self._call.name):
+        with collectives.in_step(self._call.name):
             self._executor.run([entry.passage for entry in self._window], needed)
         self._exchange(needed)
 

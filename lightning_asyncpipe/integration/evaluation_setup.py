@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_asyncpipe.errors import CutError, PeerFailure
-from lightning_asyncpipe.integration import guards
+from lightning_asyncpipe.integration import collectives
 from lightning_asyncpipe.integration.checkpoint import WholeModel
 from lightning_asyncpipe.integration.evaluation import EvaluationSteps, Way
 from lightning_asyncpipe.integration.evaluation_call import EvaluationCall, Kind
@@ -332,7 +332,7 @@ def _found(
     assert module is not None
     context = context_of(strategy, call.kind)
     names = None if isinstance(strategy.cuts, str) else list(strategy.cuts)
-    with guards.in_step(call.name):
+    with collectives.in_step(call.name):
         try:
             trace = trace_step(module, call, arguments, context=context, ignored=statistics.tensors(), grad=False)
             candidates = find_cuts(trace)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_asyncpipe.errors import PipelineError
-from lightning_asyncpipe.integration import guards, internals
+from lightning_asyncpipe.integration import collectives, internals
 from lightning_asyncpipe.integration.agreement import Agreement
 from lightning_asyncpipe.integration.lookahead import LookAheadFetcher
 from lightning_asyncpipe.integration.records import joined
@@ -145,7 +145,7 @@ class TrainingSteps:
         upcoming = self._next(extra, index)
         following = None if upcoming is None else upcoming[1]
         current.recorded = partial(self._begin_agreement, current, following)
-        with guards.in_step():
+        with collectives.in_step():
             self._executor.run(current, following, self.ends_window)
         self._upcoming = upcoming
         self.count += 1
@@ -163,7 +163,7 @@ class TrainingSteps:
 
     def _begin_agreement(self, current: Work, upcoming: Work | None) -> None:
         records, stop = self._call.take(current), (self.termination.pending, bool(self._trainer.should_stop))
-        with guards.outside_step():
+        with collectives.outside_step():
             self._agreement.begin(current, upcoming, self.ends_window, records, stop)
 
     def _begun(self, batch: Any) -> Work | None:
