@@ -44,6 +44,7 @@ from lightning_asyncpipe.integration.assembly import (
 from lightning_asyncpipe.integration.checkpoint import check_complete, leave_incomplete, load_hosted, load_whole
 from lightning_asyncpipe.integration.clipping import GlobalNorms, reduce_with
 from lightning_asyncpipe.integration.connected import ConnectedStrategy, StartMethod
+from lightning_asyncpipe.integration.device_messages import MessageBackend
 from lightning_asyncpipe.integration.evaluation_setup import Evaluation
 from lightning_asyncpipe.integration.files import AtomicCheckpointIO, local_path
 from lightning_asyncpipe.integration.launchers import ProcessLauncher
@@ -103,6 +104,8 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         process_group_backend: backend of the default process group; by the device if None.
         timeout: how long a collective or a message may take.
         start_method: how processes are started: "popen", "spawn", "fork" or "forkserver", as for DDP.
+        message_backend: what carries activations, gradients and weights: "gloo", from GPUs through pinned memory of the
+            host; "nccl", large tensors directly from GPU to GPU, one for each process.
 
     Raises:
         MisconfigurationException: for values out of range, once the world size is known.
@@ -127,6 +130,7 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
+        message_backend: MessageBackend = "gloo",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -137,6 +141,7 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
             process_group_backend,
             timeout,
             start_method,
+            message_backend,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,

@@ -26,8 +26,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_asyncpipe._private import own_store
 from lightning_asyncpipe.errors import PipelineError
-from lightning_asyncpipe.integration import collectives, guards
+from lightning_asyncpipe.integration import collectives, device_messages, guards
 from lightning_asyncpipe.integration.afterwards import together
+from lightning_asyncpipe.integration.device_messages import MessageBackend
 from lightning_asyncpipe.integration.launchers import PopenLauncher, ProcessLauncher
 from lightning_asyncpipe.integration.terminal import quieten
 from lightning_asyncpipe.integration.world import World
@@ -44,7 +45,7 @@ class ConnectedStrategy(ParallelStrategy):
     """Starts and connects the processes of a run.
 
     Args:
-        process_group_backend, timeout, start_method: as for :class:`AsyncMultiPipeStrategy`.
+        process_group_backend, timeout, start_method, message_backend: as for :class:`AsyncMultiPipeStrategy`.
         kwargs: as for Lightning's ``ParallelStrategy``.
     """
 
@@ -53,9 +54,12 @@ class ConnectedStrategy(ParallelStrategy):
         process_group_backend: str | None,
         timeout: timedelta | None,
         start_method: StartMethod,
+        message_backend: MessageBackend,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        device_messages.check_backends(message_backend, process_group_backend)
+        self.message_backend = message_backend
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method = start_method
@@ -108,6 +112,7 @@ class ConnectedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         guards.check_session(self._start_method)
         _ = self.geometry  # before any process is started
+        device_messages.check_device(self.message_backend, self.root_device)
         self._launcher: _Launcher | None
         if self._start_method == "popen":
             self._launcher = PopenLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -130,10 +135,12 @@ class ConnectedStrategy(ParallelStrategy):
     def _connect_processes(self) -> None:
         reset_seed()
         self.set_world_ranks()
+        direct = self.message_backend == "nccl"
         if self._process_group_backend is None:
-            self._process_group_backend = _get_default_process_group_backend_for_device(self.root_device)
+            by_device = _get_default_process_group_backend_for_device(self.root_device)
+            self._process_group_backend = "gloo" if direct else by_device
         assert self.cluster_environment is not None
-        device = self.root_device if self.root_device.type != "cpu" else None
+        device = None if direct or self.root_device.type == "cpu" else self.root_device
         _init_dist_connection(
             self.cluster_environment,
             self._process_group_backend,
@@ -167,8 +174,15 @@ class ConnectedStrategy(ParallelStrategy):
         self._standpoints = Standpoints(
             own_store("standpoints"), self.global_rank, world.size, geometry.num_stages, self._end_because
         )
+        if self.message_backend == "nccl" and world.payloads is None:
+            world.payloads = device_messages.payload_group(world, self.root_device, timeout)
         self._transport = GlooTransport(
-            world.messages, self.root_device, self._board, timeout.total_seconds(), self._standpoints.compare
+            world.messages,
+            self.root_device,
+            self._board,
+            timeout.total_seconds(),
+            self._standpoints.compare,
+            world.payloads,
         )
         return self._transport
 

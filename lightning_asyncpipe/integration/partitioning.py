@@ -45,7 +45,7 @@ from lightning_asyncpipe.plan.report import (
 from lightning_asyncpipe.plan.saved import check_plan, costs_of, geometry_of, read_plan
 from lightning_asyncpipe.runtime.candidates import Candidates, Cut
 from lightning_asyncpipe.runtime.cuts import choose_cuts
-from lightning_asyncpipe.runtime.profile import profile_model
+from lightning_asyncpipe.runtime.profile import now, profile_model
 from lightning_asyncpipe.runtime.program import StageProgram, build_program
 from lightning_asyncpipe.runtime.proof import confirm, prove, proven_program
 from lightning_asyncpipe.runtime.stages import StageTask
@@ -446,9 +446,9 @@ def optimizer_costs(optimizers: list[Optimizer], device: torch.device) -> tuple[
     try:
         for _ in range(2):
             trial.grad = torch.ones_like(trial)
-            begin = time.perf_counter()
+            begin = now(device)
             type(optimizer).step(twin)  # schedulers replace the instance's own
-            seconds = time.perf_counter() - begin
+            seconds = now(device) - begin
     except Exception:
         return _ADAM, 0.0
     tensors = [value for value in twin.state[trial].values() if isinstance(value, torch.Tensor) and value.numel() > 1]

@@ -56,6 +56,7 @@ _OF_THE_STRATEGY = (
     "memory_limit",
     "plan",
     "save_distributed_checkpoint",
+    "message_backend",
 )
 _LONGEST = 120  # characters of a value in a message
 

@@ -21,22 +21,24 @@ class World:
     Attributes:
         messages: carries activations, gradients and weights between stages; its own, since helper threads use it.
         control: carries the step's records and objects, on the CPU.
+        payloads: carries large tensors of messages from device to device, where that was asked for.
     """
 
     def __init__(self) -> None:
         self.active = dist.is_available() and dist.is_initialized()
         self.messages: dist.ProcessGroup | None = None
         self.control: dist.ProcessGroup | None = None
+        self.payloads: dist.ProcessGroup | None = None
         if self.active:
             self.messages = dist.new_group(backend="gloo")
             self.control = dist.new_group(backend="gloo")
 
     def close(self) -> None:
         """Give the groups back; every rank has to call it."""
-        for group in (self.messages, self.control):
+        for group in (self.messages, self.control, self.payloads):
             if group is not None:
                 dist.destroy_process_group(group)
-        self.active, self.messages, self.control = False, None, None
+        self.active, self.messages, self.control, self.payloads = False, None, None, None
 
     @property
     def size(self) -> int:

@@ -190,7 +190,7 @@ def _fastest(profile: ModelProfile, geometry: Geometry, request: Request) -> Cho
             tables = Tables(
                 candidate.placement,
                 candidate.max_in_flight,
-                profile.costs(found.cuts, candidate.placement),
+                profile.costs(found.cuts, candidate.placement, candidate.replicas),
                 request.split_backward,
             )
             m = candidate.num_microbatches
@@ -241,7 +241,7 @@ def _smallest(profile: ModelProfile, geometry: Geometry, request: Request) -> Ch
 
 def _plan(profile: ModelProfile, geometry: Geometry, cuts: Cuts, request: Request) -> Chosen:
     placement, m = geometry.placement, geometry.num_microbatches
-    costs = profile.costs(cuts, placement)
+    costs = profile.costs(cuts, placement, geometry.replicas)
     planner = Planner(
         placement, geometry.max_in_flight, costs, request.split_backward, request.effort, request.tolerance
     )

@@ -95,6 +95,8 @@ class Stage:
     Attributes:
         activations: bytes that one micro-batch keeps from its forward to its backward, messages at both ends included.
         parameters: indices of the parameters.
+        gradients: bytes of the sums of its gradients.
+        trained: bytes of the weights that are trained.
     """
 
     forward: float
@@ -102,6 +104,8 @@ class Stage:
     weight_grad: float
     activations: int
     parameters: frozenset[int]
+    gradients: int
+    trained: int
 
 
 @dataclass(frozen=True)
@@ -154,12 +158,16 @@ class ModelProfile:
             forward, inputs, weights, saved, kept = self._sums
             activations = saved[end] - saved[begin] + kept[end - 1] - kept[begin]
             activations += sum(self.boundaries[i].nbytes for i in (begin - 1, end - 1) if 0 <= i < len(self.boundaries))
+            parameters = frozenset(index for unit in self.units[begin:end] for index in unit.parameters)
+            trained = [self.weights[index] for index in parameters if self.weights[index].gradient]
             found = known[begin, end] = Stage(
                 forward[end] - forward[begin] + self.units[begin].entry,
                 inputs[end] - inputs[begin],
                 weights[end] - weights[begin],
                 activations,
-                frozenset(index for unit in self.units[begin:end] for index in unit.parameters),
+                parameters,
+                sum(weights.gradient for weights in trained),
+                sum(weights.nbytes for weights in trained),
             )
         return found
 
@@ -173,19 +181,21 @@ class ModelProfile:
         """Seconds of each unit, forward and backward."""
         return [unit.forward + unit.input_grad + unit.weight_grad for unit in self.units]
 
-    def costs(self, cuts: Sequence[int], placement: Placement) -> Costs:
+    def costs(self, cuts: Sequence[int], placement: Placement, replicas: int = 1) -> Costs:
         """What the actions of a schedule cost, in seconds.
 
         A device's link is shared by all stages that it hosts, whose last backwards come shortly after one another: a
         reduction takes as long as all that the busiest device sends of its gradients, and an update as long as the
-        optimizer's step on what a device owns and all that it then sends of its new weights.
+        optimizer's step on what a device owns and all that it then sends of its new weights. Each parameter is owned
+        by one of its hosts in all data-parallel replicas together, so that with more of these a host owns less, and
+        sends more of its gradients away.
         """
         stages = self.stages(cuts)
-        shares = [max(1, len(placement.hosts(stage))) for stage in range(len(stages))]
+        shares = [max(1, len(placement.hosts(stage))) * replicas for stage in range(len(stages))]
         hosted = [placement.hosted(device) for device in range(placement.num_stages)]
-        reduce = self._exchange(stages, shares, hosted, "gradient")
-        update = self._exchange(stages, shares, hosted, "nbytes")
-        owned = [sum(self.total(stages[s].parameters, "nbytes") / shares[s] for s in numbers) for numbers in hosted]
+        reduce = self._exchange([stage.gradients for stage in stages], shares, hosted)
+        update = self._exchange([stage.trained for stage in stages], shares, hosted)
+        owned = [sum(stages[s].trained / shares[s] for s in numbers) for numbers in hosted]
         messages = [self.link.seconds(self.boundaries[cut].nbytes) for cut in cuts]
         inputs, weights = tuple(s.input_grad for s in stages), tuple(s.weight_grad for s in stages)
         return Costs(
@@ -198,16 +208,11 @@ class ModelProfile:
             update + self.step_seconds * max(owned),
         )
 
-    def _exchange(
-        self, stages: Sequence[Stage], shares: Sequence[int], hosted: Sequence[Sequence[int]], kind: str
-    ) -> float:
-        """Seconds in which the busiest device sends, of each stage, all shares but its own; 0 without replicas."""
+    def _exchange(self, nbytes: Sequence[int], shares: Sequence[int], hosted: Sequence[Sequence[int]]) -> float:
+        """Seconds in which the busiest device sends, of each stage, all shares but its own; 0 if it has them all."""
         if max(shares) == 1:
             return 0.0
-        sent = [
-            sum(self.total(stages[s].parameters, kind) * (1 - 1 / shares[s]) for s in numbers) for numbers in hosted
-        ]
-        return self.link.seconds(max(sent))
+        return self.link.seconds(max(sum(nbytes[s] * (1 - 1 / shares[s]) for s in numbers) for numbers in hosted))
 
     def total(self, parameters: frozenset[int], kind: str) -> int:
         """The sum over some parameters of ``"numel"``, ``"nbytes"``, ``"gradient"``, ``"state"`` or ``"copy"``."""

@@ -155,7 +155,7 @@ class _Search:
 
     def tables(self, cuts: Cuts) -> Tables:
         setting = self.setting
-        costs = self.profile.costs(cuts, self.placement)
+        costs = self.profile.costs(cuts, self.placement, setting.replicas)
         return Tables(self.placement, setting.max_in_flight, costs, setting.split_backward)
 
     def choose(self, cuts: Cuts, effort: int) -> Choice:

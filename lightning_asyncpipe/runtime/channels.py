@@ -8,7 +8,8 @@ for it aborts the process, so every message starts with a part of fixed size (``
 
 For each peer, one thread receives in the order that was announced by ``expect``, with receives
 posted ahead, and one thread waits for sends to leave. Sends are posted by the caller, except from
-a CUDA device, where the copy to pinned memory must finish first.
+a CUDA device, where the tensor must have been computed, and copied to pinned memory, first. Between
+devices that can, large tensors go directly (``payloads.py``), and only headers over gloo.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,12 +28,13 @@ from torch import Tensor
 
 from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.runtime import exits, wire
+from lightning_asyncpipe.runtime.devices import FOREVER, Device, device_of
 from lightning_asyncpipe.runtime.mailbox import FailureWatch, Mailbox
+from lightning_asyncpipe.runtime.payloads import DevicePayloads
 from lightning_asyncpipe.runtime.wire import Message, MessageKey
 
 __all__ = ["FailureWatch", "GlooTransport", "Message", "MessageKey", "Transport"]
 
-_FOREVER = timedelta(days=365)
 _SLICE = 0.1  # seconds
 _POSTED_AHEAD = 16  # receives in flight per peer; each costs wire.FIRST_SIZE bytes
 _SMALL_HELD = 32  # small sends per peer whose buffers may be held although they have left
@@ -67,11 +68,13 @@ class GlooTransport:
     Args:
         group: a gloo group that nothing else uses; all ranks of the run.
         device: where received tensors are put. From and to a CUDA device they pass through pinned
-            CPU memory.
+            CPU memory, but for those that ``data`` carries.
         failures: told of lost connections, asked while waiting. None: a lost connection is raised
             as it is seen.
         timeout: seconds that ``take`` and ``drain`` wait at most.
         on_stall: called now and then while ``take`` waits for long; may raise what it finds.
+        data: a group of the same ranks that carries large tensors between the memories of their
+            devices, such as one of NCCL; every rank has one, or none.
     """
 
     def __init__(
@@ -81,12 +84,14 @@ class GlooTransport:
         failures: FailureWatch | None = None,
         timeout: float = 1800.0,
         on_stall: Callable[[], None] | None = None,
+        data: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = dist.get_rank()
-        self._group = group
-        self._device = torch.device(device)
+        self._device = device_of(device)
+        self._payloads = None if data is None else DevicePayloads(group, data, self._device)
         self._timeout = timeout
         self._mailbox = Mailbox(self.rank, failures, timeout)
+        self._shared = _Shared(group, self._mailbox, self._device, self._payloads)
         self._mailbox.on_stall = on_stall
         self._receivers: dict[int, _Receiver] = {}
         self._senders: dict[int, _Sender] = {}
@@ -107,11 +112,17 @@ class GlooTransport:
             copy = None if tensor is None else tensor.clone()
             self._mailbox.deliver(key, Message(copy, fingerprint, requires_grad))
             return
-        first = wire.pack(key, tensor, requires_grad, fingerprint)
+        direct = (
+            self._payloads is not None
+            and tensor is not None
+            and tensor.nbytes > wire.INLINE_SIZE
+            and self._device.holds(tensor)
+        )
+        first = wire.pack(key, tensor, requires_grad, fingerprint, direct)
         sender = self._senders.get(peer)
         if sender is None:
-            sender = self._senders[peer] = _Sender(self._group, peer, self._mailbox)
-        sender.send(first, tensor, staged=self._device.type == "cuda")
+            sender = self._senders[peer] = _Sender(peer, self._shared)
+        sender.send(first, tensor, direct)
 
     def expect(self, peer: int, keys: Sequence[MessageKey]) -> None:
         """Post receives for ``keys``, in the order in which ``peer`` sends them.
@@ -124,8 +135,7 @@ class GlooTransport:
             return
         receiver = self._receivers.get(peer)
         if receiver is None:
-            pinned = self._device.type == "cuda"
-            receiver = self._receivers[peer] = _Receiver(self._group, peer, self._mailbox, pinned)
+            receiver = self._receivers[peer] = _Receiver(peer, self._shared)
         receiver.expect(keys)
 
     def take(self, key: MessageKey) -> Message:
@@ -134,9 +144,9 @@ class GlooTransport:
         Only one thread may call this. Ctrl-C and failures of other ranks interrupt it.
         """
         message = self._mailbox.take(key)
-        if message.tensor is None or message.tensor.device == self._device:
+        if message.tensor is None:
             return message
-        return message._replace(tensor=message.tensor.to(self._device, non_blocking=True))
+        return message._replace(tensor=self._device.adopt(message.tensor))
 
     def drain(self) -> None:
         """Block until everything sent has left; then buffers may be written to again.
@@ -159,16 +169,26 @@ class GlooTransport:
         self._mailbox.close()
         for helper in (*self._senders.values(), *self._receivers.values()):
             helper.stop()
+        if self._payloads is not None:
+            self._payloads.close()
+
+
+class _Shared(NamedTuple):
+    """What all helpers of a transport use."""
+
+    group: dist.ProcessGroup
+    mailbox: Mailbox
+    device: Device
+    payloads: DevicePayloads | None
 
 
 class _Helper(ABC):
-    """A daemon thread that waits for gloo's operations with one peer."""
+    """A daemon thread that waits for operations with one peer."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup, peer: int, mailbox: Mailbox) -> None:
-        self._group = group
+    def __init__(self, name: str, peer: int, shared: _Shared) -> None:
+        self._group, self._mailbox, self._device, self._payloads = shared
         self._peer = peer
-        self._group_peer = dist.get_group_rank(group, peer)
-        self._mailbox = mailbox
+        self._group_peer = dist.get_group_rank(self._group, peer)
         self._busy = False
         self._stopping = False
         self._thread = threading.Thread(target=self._main, daemon=True, name=f"{name}-{peer}")
@@ -188,7 +208,8 @@ class _Helper(ABC):
     def _main(self) -> None:
         exits.watch(self, lambda: self._busy)
         try:
-            self._run()
+            with self._device.working():
+                self._run()
         except _ConnectionLost as lost:
             if not self._stopping:
                 self._mailbox.lose(self._peer, lost)
@@ -208,9 +229,18 @@ class _Helper(ABC):
     @staticmethod
     def _wait(work: dist.Work) -> None:
         try:
-            work.wait(_FOREVER)
+            work.wait(FOREVER)
         except RuntimeError as error:
             raise _ConnectionLost(error) from error
+
+    def _transfer(self, transfer: Callable[[int, Tensor], None], tensor: Tensor) -> None:
+        """Send or receive ``tensor`` from device to device; waits for it."""
+        try:
+            transfer(self._group_peer, tensor)
+        except RuntimeError as error:
+            raise _ConnectionLost(error) from error
+        if self._stopping:  # it may have been broken off
+            raise _ConnectionLost("the transport was closed")
 
 
 class _ConnectionLost(Exception):
@@ -220,19 +250,20 @@ class _ConnectionLost(Exception):
 class _Sender(_Helper):
     """Sends to one peer: posts them in order, and keeps their buffers until they have left."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, mailbox: Mailbox) -> None:
-        super().__init__("send-to", group, peer, mailbox)
+    def __init__(self, peer: int, shared: _Shared) -> None:
+        super().__init__("send-to", peer, shared)
         self._pending = 0
         self._changed = threading.Condition()
         self._small: list[_Posted | _Staged] = []
         self._queue: queue.SimpleQueue[list[_Posted | _Staged] | None] = queue.SimpleQueue()
         self._thread.start()
 
-    def send(self, first: bytearray, tensor: Tensor | None, staged: bool) -> None:
+    def send(self, first: bytearray, tensor: Tensor | None, direct: bool) -> None:
         with self._changed:
             self._pending += 1
-        if staged:  # through the thread, also what is ready, so that the order is kept
-            self._queue.put([_Staged(first, tensor)])
+        if self._payloads is not None or not self._device.immediate:
+            # Through the thread, also what is ready, so that the order is kept.
+            self._queue.put([_Staged(first, self._begin(tensor, direct), direct)])
             return
         try:
             posted = self._post_message(first, None if tensor is None else tensor.cpu())
@@ -242,6 +273,15 @@ class _Sender(_Helper):
         self._small.append(posted)
         if len(posted.buffers) > 1 or len(self._small) >= _SMALL_HELD:
             self._flush()
+
+    def _begin(self, tensor: Tensor | None, direct: bool) -> Callable[[], Tensor] | None:
+        if tensor is None:
+            return None
+        if direct:
+            return self._device.computed(tensor)
+        if tensor.device.type == "cpu" and tensor.nbytes <= wire.INLINE_SIZE:
+            tensor = tensor.clone()  # the thread packs it later than it may be written to
+        return self._device.to_host(tensor)
 
     def wait_idle(self, timeout: float) -> bool:
         """Whether everything has left, after at most ``timeout`` seconds."""
@@ -270,12 +310,22 @@ class _Sender(_Helper):
         works = [self._post(self._group.send, buffer, tag) for buffer, tag in zip(buffers, tags, strict=False)]
         return _Posted(works, buffers)
 
+    def _post_staged(self, staged: _Staged) -> _Posted:
+        tensor = None if staged.ready is None else staged.ready()
+        if not staged.direct:
+            return self._post_message(staged.first, tensor)
+        posted = self._post_message(staged.first, None)
+        assert self._payloads is not None
+        assert tensor is not None
+        self._transfer(self._payloads.send, tensor)
+        return posted
+
     def _run(self) -> None:
         while (items := self._queue.get()) is not None:
             self._busy = True
             count = len(items)
             for item in items:
-                posted = item if isinstance(item, _Posted) else self._post_message(*item.ready())
+                posted = item if isinstance(item, _Posted) else self._post_staged(item)
                 for work in posted.works:
                     self._wait(work)
             del items, item, posted  # free the buffers now, not when the next send comes
@@ -292,32 +342,19 @@ class _Posted(NamedTuple):
     buffers: list[Tensor]
 
 
-class _Staged:
-    """A message whose tensor is on its way from the device to pinned CPU memory."""
+class _Staged(NamedTuple):
+    """A message whose tensor may not have been computed, or copied to CPU memory, yet."""
 
-    def __init__(self, first: bytearray, tensor: Tensor | None) -> None:
-        self._first = first
-        self._host = tensor
-        self._copied: torch.cuda.Event | None = None
-        if tensor is not None and tensor.is_cuda:
-            self._host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
-
-    def ready(self) -> tuple[bytearray, Tensor | None]:
-        """Wait for the copy; returns what to post."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._first, self._host
+    first: bytearray
+    ready: Callable[[], Tensor] | None  # waits for the tensor
+    direct: bool  # from device to device
 
 
 class _Receiver(_Helper):
     """Receives from one peer, in the expected order, with receives posted ahead."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, mailbox: Mailbox, pinned: bool) -> None:
-        super().__init__("receive-from", group, peer, mailbox)
-        self._pinned = pinned
+    def __init__(self, peer: int, shared: _Shared) -> None:
+        super().__init__("receive-from", peer, shared)
         self._rank = dist.get_rank()
         self._keys: queue.SimpleQueue[MessageKey | None] = queue.SimpleQueue()
         self._posted: deque[tuple[MessageKey, bytearray, dist.Work]] = deque()
@@ -361,13 +398,22 @@ class _Receiver(_Helper):
         return True
 
     def _payload(self, header: wire.Header, part: bytearray) -> Tensor | None:
-        """The tensor of a message; waits for the second part where there is one."""
+        """The tensor of a message; waits for what does not come with the first part."""
         if header.dtype is None:
             return None
-        tensor = header.empty(self._pinned)
+        if header.on_device:
+            if self._payloads is None:
+                raise PipelineError(
+                    f"rank {self._peer} sends from device to device, and rank {self._rank} receives over gloo only: "
+                    "`message_backend` must be the same on every rank"
+                )
+            direct = self._device.buffer(header)
+            self._transfer(self._payloads.receive, direct)
+            return direct
+        tensor = self._device.host_buffer(header)
         data = wire.memory(tensor)
         if data.numel() <= wire.INLINE_SIZE:
             data.numpy().data[:] = wire.inline(part)[: data.numel()]
         else:
             self._wait(self._post(self._group.recv, data, _SECOND_TAG))
-        return tensor
+        return self._device.arrived(tensor)

@@ -63,7 +63,8 @@ class _Measured:
     copied: tuple[int, ...]
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once a device has done what it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -78,20 +79,20 @@ class _Stopwatch(ForwardRun):
         self.began = self.received = self.ended = 0.0
 
     def start(self) -> None:
-        self.began = self.received = _now(self._device)
+        self.began = self.received = now(self._device)
 
     def _enter(self, *args: Any, **kwargs: Any) -> Tensor:
         leaf = super()._enter(*args, **kwargs)
-        self.received = _now(self._device)
+        self.received = now(self._device)
         return leaf
 
     def _exit(self) -> None:
-        self.ended = _now(self._device)
+        self.ended = now(self._device)
         super()._exit()
 
     def finish(self) -> None:
         if not self.ended:
-            self.ended = _now(self._device)
+            self.ended = now(self._device)
         super().finish()
 
 
@@ -213,12 +214,12 @@ class _Profiler:
             if unit < self.count - 1:
                 gradient = torch.ones_like(root)
             if leaf is not None and leaf.requires_grad:
-                begin = _now(self.device)
+                begin = now(self.device)
                 torch.autograd.grad(root, leaf, gradient, retain_graph=True, allow_unused=True)
-                inputs = _now(self.device) - begin
-            begin = _now(self.device)
+                inputs = now(self.device) - begin
+            begin = now(self.device)
             runner.backward(forward, gradient)
-            backward = _now(self.device) - begin
+            backward = now(self.device) - begin
         for weight in weights.values():
             weight.grad = None
         return watch.ended - watch.received, backward, inputs, watch.received - watch.began

@@ -23,7 +23,7 @@ INLINE_SIZE = 8192
 MAX_NDIM = 8
 
 _MAGIC = 0x41505031  # "APP1"; changes with the format
-_HAS_TENSOR, _REQUIRES_GRAD = 1, 2
+_HAS_TENSOR, _REQUIRES_GRAD, _ON_DEVICE = 1, 2, 4
 # magic, key (5), flags, fingerprint, dtype code, ndim, bytes, shape (8), strides (8), one spare
 _HEADER = struct.Struct(f"<{11 + 2 * MAX_NDIM + 1}q")
 FIRST_SIZE = _HEADER.size + INLINE_SIZE
@@ -57,11 +57,12 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     nbytes: int
+    on_device: bool = False  # whether the payload goes from device to device
 
-    def empty(self, pin_memory: bool = False) -> Tensor:
-        """An uninitialised CPU tensor with the dtype, shape and strides of the one sent."""
+    def empty(self, device: torch.device | str = "cpu", pin_memory: bool = False) -> Tensor:
+        """An uninitialised tensor with the dtype, shape and strides of the one sent."""
         assert self.dtype is not None
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, pin_memory=pin_memory)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device, pin_memory=pin_memory)
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -75,11 +76,13 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def memory(tensor: Tensor) -> Tensor:
-    """The elements of a dense CPU tensor in memory order: a uint8 view, one-dimensional."""
+    """The elements of a dense tensor in memory order: a uint8 view, one-dimensional."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def pack(key: MessageKey, tensor: Tensor | None, requires_grad: bool, fingerprint: int) -> bytearray:
+def pack(
+    key: MessageKey, tensor: Tensor | None, requires_grad: bool, fingerprint: int, on_device: bool = False
+) -> bytearray:
     """The first part of a message, ``FIRST_SIZE`` bytes, still without its payload.
 
     Args:
@@ -87,6 +90,7 @@ def pack(key: MessageKey, tensor: Tensor | None, requires_grad: bool, fingerprin
         tensor: dense (see :func:`dense`), at most 8 dimensions; or None.
         requires_grad: the flag to carry; ``tensor`` itself is detached by then.
         fingerprint: carried along unchanged.
+        on_device: whether the payload goes from device to device; it is not for the second part then.
 
     Raises:
         ValueError: more than 8 dimensions, or an integer that does not fit.
@@ -103,7 +107,7 @@ def pack(key: MessageKey, tensor: Tensor | None, requires_grad: bool, fingerprin
         if tensor.dtype not in CODE_OF_DTYPE:
             raise TypeError(f"a message cannot carry a tensor of dtype {tensor.dtype}")
         ndim = tensor.ndim
-        fields[6] = _HAS_TENSOR | (_REQUIRES_GRAD if requires_grad else 0)
+        fields[6] = _HAS_TENSOR | _REQUIRES_GRAD * requires_grad | _ON_DEVICE * on_device
         fields[8:11] = CODE_OF_DTYPE[tensor.dtype], ndim, tensor.nbytes
         fields[11 : 11 + ndim] = tensor.shape
         fields[11 + MAX_NDIM : 11 + MAX_NDIM + ndim] = tensor.stride()
@@ -136,7 +140,8 @@ def unpack(part: bytearray) -> Header:
             f"received a message for {key} with dtype code {code}, shape {shape} and {nbytes} "
             "bytes, which do not fit each other; every rank must run the same version"
         )
-    return Header(key, fingerprint, bool(flags & _REQUIRES_GRAD), dtype, shape, strides, nbytes)
+    requires_grad, on_device = bool(flags & _REQUIRES_GRAD), bool(flags & _ON_DEVICE)
+    return Header(key, fingerprint, requires_grad, dtype, shape, strides, nbytes, on_device)
 
 
 def inline(part: bytearray) -> memoryview:

@@ -1,4 +1,4 @@
-"""Both transports carry messages exactly, in the announced order, and never wait deaf."""
+"""All transports carry messages exactly, in the announced order, and never wait deaf."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def key(batch: int = 0, microbatch: int = 0) -> MessageKey:
     return MessageKey(kind=1, stage=2, pipeline=3, batch=batch, microbatch=microbatch)
 
 
-def _over_gloo(rank: int, body: Body, timeout: float) -> Any:
-    transport = GlooTransport(dist.new_group(backend="gloo"), timeout=timeout)
+def _over_gloo(rank: int, body: Body, timeout: float, direct: bool) -> Any:
+    data = dist.new_group(backend="gloo") if direct else None
+    transport = GlooTransport(dist.new_group(backend="gloo"), timeout=timeout, data=data)
     result = body(rank, transport)
     transport.close()
     return result
@@ -57,13 +58,13 @@ def _over_loopback(body: Body, world_size: int, timeout: float) -> list[Any]:
     return results
 
 
-@pytest.fixture(params=["gloo", "loopback"])
+@pytest.fixture(params=["gloo", "direct", "loopback"])
 def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """Calls a body on every rank, over one of the two transports."""
+    """Calls a body on every rank, over one of the transports; "direct" sends large tensors from device to device."""
 
     def over(body: Body, world_size: int = 2, timeout: float = TIMEOUT) -> list[Any]:
-        if request.param == "gloo":
-            return run_ranks(_over_gloo, world_size, body, timeout)
+        if request.param != "loopback":
+            return run_ranks(_over_gloo, world_size, body, timeout, request.param == "direct")
         return _over_loopback(body, world_size, timeout)
 
     return over
