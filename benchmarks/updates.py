@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_asyncpipe import AsyncMultiPipeStrategy
-from lightning_asyncpipe.integration import assembly
+from lightning_asyncpipe.integration import cutting
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.actions import Action, Kind
 from lightning_asyncpipe.plan.placement import Placement
@@ -146,7 +146,7 @@ def emulate_link(megabytes_per_second: float) -> None:
 
     SlowLink.bytes_per_second = megabytes_per_second * 1e6
     channels.device_of = SlowLink  # type: ignore[assignment, attr-defined]
-    assembly.measure_link = link  # type: ignore[attr-defined]
+    cutting.measure_link = link  # type: ignore[attr-defined]
 
 
 def exchange_nothing() -> None:

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from lightning_asyncpipe import AsyncMultiPipeStrategy, ReferenceStrategy
 from lightning_asyncpipe.integration import partitioning
-from lightning_asyncpipe.integration.partitioning import VARIABLE, optimizer_costs, way_of
+from lightning_asyncpipe.integration.measurements import optimizer_costs
+from lightning_asyncpipe.integration.partitioning import VARIABLE, way_of
 from lightning_asyncpipe.runtime.hollow import is_hollow
 from lightning_asyncpipe.runtime.profile import profile_model
 from tests.support.edge_basics import WIDTH, Points, Regression, Tower, shuffled, sized

@@ -1,12 +1,11 @@
 """From the first batch to running pipelines.
 
-Where the model can be cut is found by running the step once on the first micro-batch. Rank 0 decides and all ranks
-build the same program; every rank then keeps the weights of the stages that it hosts and lets go of the others.
+All ranks build the program of the same partition; every rank then keeps the weights of the stages that it hosts and
+lets go of the others.
 """
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +13,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_asyncpipe.errors import CutError, PeerFailure
-from lightning_asyncpipe.integration import collectives, guards, internals
+from lightning_asyncpipe.integration import guards, internals
 from lightning_asyncpipe.integration.averaging import AveragedParts, averages_in_parts
 from lightning_asyncpipe.integration.checkpoint import WholeModel, synchronise
 from lightning_asyncpipe.integration.clipping import InstalledGradients
+from lightning_asyncpipe.integration.cutting import find_partition
 from lightning_asyncpipe.integration.evaluation_call import Kind
 from lightning_asyncpipe.integration.evaluation_data import Loop
 from lightning_asyncpipe.integration.evaluation_setup import Evaluation, Held, find_evaluation
@@ -29,32 +27,20 @@ from lightning_asyncpipe.integration.lookahead import fetcher_of
 from lightning_asyncpipe.integration.metric_states import LocalMetrics
 from lightning_asyncpipe.integration.partitioning import (
     STALENESS_TOLERANCE,
-    Partition,
-    PartitionMaker,
     announce,
-    measure_link,
-    way_of,
 )
 from lightning_asyncpipe.integration.precision import loss_scale, shared_copies
 from lightning_asyncpipe.integration.stepcall import StepCall
-from lightning_asyncpipe.integration.steps import Executor, TrainingSteps, batch_norms, fewest_samples
+from lightning_asyncpipe.integration.steps import Executor, TrainingSteps
 from lightning_asyncpipe.integration.world import World
-from lightning_asyncpipe.plan.choice import MemoryLimitError
 from lightning_asyncpipe.plan.geometry import Geometry
-from lightning_asyncpipe.plan.profile import Link
-from lightning_asyncpipe.plan.saved import PlanError
 from lightning_asyncpipe.plan.schedule import Planner
-from lightning_asyncpipe.runtime import microbatch
 from lightning_asyncpipe.runtime.buffers import RunningStatistics
-from lightning_asyncpipe.runtime.candidates import find_cuts
-from lightning_asyncpipe.runtime.divisible import divisible_stages
 from lightning_asyncpipe.runtime.hollow import hollow
 from lightning_asyncpipe.runtime.ownership import Ownership, ParameterInfo, assign
 from lightning_asyncpipe.runtime.program import StageProgram
-from lightning_asyncpipe.runtime.stages import StageRunner, StageTask
+from lightning_asyncpipe.runtime.stages import StageRunner
 from lightning_asyncpipe.runtime.staleness import share_and_largest
-from lightning_asyncpipe.runtime.step_state import changed, step_state
-from lightning_asyncpipe.runtime.trace import trace_step
 
 if TYPE_CHECKING:
     from lightning_asyncpipe.strategy import AsyncMultiPipeStrategy
@@ -241,7 +227,7 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
     local = LocalMetrics(module, world, strategy.geometry.num_stages)
     call = StepCall(module, local)
     overriding = guards.overrides_train_batch_start(trainer)
-    partition = _partition(strategy, module, call, peeked.batch, peeked.batch_idx, statistics, overriding is None)
+    partition = find_partition(strategy, module, call, peeked.batch, peeked.batch_idx, statistics, overriding is None)
     program, geometry, in_halves = partition.program, partition.geometry, partition.in_halves
     strategy.use_partition(partition)
     announce(partition)
@@ -378,93 +364,6 @@ def assemble_evaluation(
     local = LocalMetrics(module, world, geometry.num_stages)
     evaluation.connect(strategy, trainer, geometry, forwards, statistics, seed, local, whole)
     return EvaluationAssembly(evaluation, whole, statistics, local)
-
-
-def _partition(
-    strategy: AsyncMultiPipeStrategy,
-    module: pl.LightningModule,
-    call: StepCall,
-    batch: Any,
-    batch_idx: int,
-    statistics: RunningStatistics,
-    look_ahead: bool,
-) -> Partition:
-    """Rank 0 cuts the model; all ranks get the same plan, or the same error."""
-    world = strategy.world
-    found: dict[str, Any] = {}
-    link = measure_link(world) if world.broadcast(way_of(strategy)) == "profile" else None
-    if world.rank == 0:
-        try:
-            found = _cut(strategy, module, call, batch, batch_idx, statistics, look_ahead, link).to_message()
-        except (CutError, PlanError, MemoryLimitError) as error:
-            found["error"] = str(error)
-        except BaseException:
-            world.broadcast({})  # the other ranks wait for it
-            raise
-    found = world.broadcast(found)
-    if not found:
-        raise PeerFailure("rank 0 failed while it ran the step to find cuts")
-    if "error" in found:
-        raise MisconfigurationException(found["error"])
-    return Partition.from_message(found)
-
-
-def _cut(
-    strategy: AsyncMultiPipeStrategy,
-    module: pl.LightningModule,
-    call: StepCall,
-    batch: Any,
-    batch_idx: int,
-    statistics: RunningStatistics,
-    look_ahead: bool,
-    link: Link | None,
-) -> Partition:
-    geometry, context = strategy.geometry, strategy.precision_plugin.train_step_context
-    fewest = fewest_samples(batch_norms(module))
-    parts = microbatch.split(batch, geometry.num_microbatches, min_samples=fewest)
-    part = parts[0]
-    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    arguments = (part.data, batch_idx) if takes_index else (part.data,)
-    returned: list[Any] = []
-
-    def step(*given: Any) -> Any:
-        returned.append(call(*given))
-        return returned[0]
-
-    statistics.begin(watch=False)
-    try:
-        with collectives.in_step():
-            trace = trace_step(module, step, arguments, context=context, ignored=statistics.tensors())
-    finally:
-        statistics.end()
-    call.read(returned.pop(), part.index, part.size, batch_idx)
-
-    def in_halves(program: StageProgram) -> frozenset[int]:
-        """The stages whose backwards can be run in halves."""
-        if not strategy.split_backward or program.num_stages == 1:
-            return frozenset()
-
-        def loss(value: Any) -> Tensor:
-            found = call.read(value, part.index, part.size, batch_idx).loss
-            assert isinstance(found, Tensor)
-            return found
-
-        with collectives.in_step():
-            found = divisible_stages(module, program, call, StageTask(arguments), context, loss)
-        whole = sorted(set(range(program.num_stages)) - found)
-        if whole and strategy.split_backward is True:
-            rank_zero_info(f"The backwards of the stages {whole} cannot be run in halves: they are run whole.")
-        return found
-
-    samples = part.size, sum(each.size for each in parts)
-    maker = PartitionMaker(
-        strategy, find_cuts(trace), module, call, StageTask(arguments), samples, look_ahead, link, in_halves
-    )
-    before = step_state(module)  # what the first run set once, as a cache, is set by now
-    partition = maker.make()
-    call.name_changes(changed(before, step_state(module)))
-    gc.collect()  # what the runs made is held by cycles
-    return partition
 
 
 def _buffer_owners(module: nn.Module, program: StageProgram, geometry: Geometry) -> dict[str, int]:
