@@ -110,7 +110,9 @@ class HalfStash(WeightStash):
 class HalfStale(ReferenceStrategy):
     """Gradients that come from old weights count half."""
 
-    def _stash(self, runner: StageRunner, parameters: dict[str, Parameter]) -> WeightStash | None:
+    def _stash(
+        self, runner: StageRunner, parameters: dict[str, Parameter], owned: frozenset[str]
+    ) -> WeightStash | None:
         return HalfStash(parameters, runner.program.parameters)
 
 

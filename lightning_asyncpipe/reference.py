@@ -61,7 +61,7 @@ class ReferenceStrategy(AsyncMultiPipeStrategy):
         ownership: Ownership,
         parameters: dict[str, nn.Parameter],
     ) -> Executor:
-        stashes = [self._stash(runner, parameters) for _ in range(geometry.num_stages)]
+        stashes = [self._stash(runner, parameters, ownership.owned(d)) for d in range(geometry.num_stages)]
         if not isinstance(stashes[0], Prediction):  # otherwise each device goes by the gradients that it has itself
             stashes = stashes[:1] * geometry.num_stages
         return Oracle(planner, runner, parameters, StalenessCounter(self.max_staleness), stashes)

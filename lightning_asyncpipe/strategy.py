@@ -71,7 +71,7 @@ from lightning_asyncpipe.runtime.staleness import StalenessCounter
 from lightning_asyncpipe.runtime.standpoint import SAVES
 from lightning_asyncpipe.runtime.stash import WeightStash
 from lightning_asyncpipe.runtime.timeline import Ledger, Spent
-from lightning_asyncpipe.runtime.update_rules import UpdateRules, is_known
+from lightning_asyncpipe.runtime.update_rules import UpdateRules, is_known, tells_weights
 
 _SAVE = "trainer.save_checkpoint"
 
@@ -89,7 +89,7 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         weight_stash: let early forwards and their backwards use the same weights, those before the update.
         staleness_correction: the weights that early forwards run on: "none", those before the update; "extrapolate",
             those moved on by the last update, one more copy of the hosted weights; "predict", those that momentum and
-            the gradients so far lead to, two more copies, for Adam, AdamW, SGD and Muon, "extrapolate" for others;
+            the gradients so far lead to, for Adam, AdamW, SGD and Muon, "extrapolate" for others (docs/accuracy.md);
             "auto" is "predict" where forwards run early, unless ``weight_stash`` asks for the old ones.
         split_backward: run the two halves of a backward, the gradient of the input and those of the weights, at
             different times, which leaves devices less idle; "auto" does so in all stages that can. False never does.
@@ -270,7 +270,7 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
             parameters: the trainable parameters that this process keeps, by name.
         """
         transport = self._connected(geometry)
-        stash = self._stash(runner, parameters)
+        stash = self._stash(runner, parameters, ownership.owned(self.global_rank))
         weights = WeightExchange(
             self.global_rank,
             geometry.placement,
@@ -297,7 +297,9 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         transport = self._connected(geometry)
         return ForwardEngine(self.global_rank, geometry.num_stages, transport, self._standpoints)
 
-    def _stash(self, runner: StageRunner, parameters: dict[str, nn.Parameter]) -> WeightStash | None:
+    def _stash(
+        self, runner: StageRunner, parameters: dict[str, nn.Parameter], owned: frozenset[str]
+    ) -> WeightStash | None:
         """The weights of early forwards, None for the live ones."""
         stages = runner.program.parameters
         if self.early_weights == "stash":
@@ -305,8 +307,8 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         if self.early_weights == "live":
             return None
         rates = LearningRates(self.optimizers, parameters)
-        if self.early_weights == "predicted":
-            return Prediction(parameters, stages, rates.of, UpdateRules(parameters, rates.places))
+        if self.early_weights in ("predicted", "stepped"):
+            return Prediction(parameters, stages, rates.of, UpdateRules(parameters, rates.places), owned)
         return Extrapolation(parameters, stages, rates.of)
 
     @property
@@ -316,8 +318,9 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
             return "stash"
         if self.staleness_correction == "none" or not self.max_staleness:
             return "live"
-        predicted = self.staleness_correction != "extrapolate" and all(map(is_known, self.optimizers))
-        return "predicted" if predicted else "extrapolated"
+        if self.staleness_correction == "extrapolate" or not all(map(is_known, self.optimizers)):
+            return "extrapolated"
+        return "stepped" if all(map(tells_weights, self.optimizers)) else "predicted"
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

@@ -17,12 +17,19 @@ from lightning_asyncpipe.plan.replay import Order
 from lightning_asyncpipe.plan.steady import run_segment
 from lightning_asyncpipe.plan.tables import BACKWARD, FORWARD, WEIGHT, Tables
 
-EarlyWeights = Literal["live", "stash", "extrapolated", "predicted"]
+EarlyWeights = Literal["live", "stash", "extrapolated", "predicted", "stepped"]
 """What early forwards run on: the weights themselves, a copy of them, or a copy that is moved on by the last update,
-for which the weights before it are kept as well, or also by gradients, for which their gains are kept, too."""
+for which the weights before it are kept as well, or also by gradients, for which their gains are kept, too; or one that
+owners work out from the optimizer's state, so that only others keep anything."""
 
-_COPIES: dict[EarlyWeights, int] = {"live": 0, "stash": 0, "extrapolated": 1, "predicted": 2}
-"""Copies of the trained weights that a device keeps all the time."""
+_COPIES: dict[EarlyWeights, tuple[int, int]] = {
+    "live": (0, 0),
+    "stash": (0, 0),
+    "extrapolated": (1, 1),
+    "predicted": (2, 2),
+    "stepped": (0, 2),
+}
+"""Copies of the trained weights that a device keeps all the time: of those that it owns, and of the others."""
 
 Held = tuple[tuple[int, int], ...]
 """Micro-batches that a device holds at some moment: (stage, how many)."""
@@ -51,7 +58,7 @@ class DeviceMemory:
     Attributes:
         weights: of the stages that it hosts, copies for early forwards, and low-precision copies under autocast.
         optimizer: the optimizer's state of the parameters that it owns.
-        gradients: sums over the window, and the gradients that the optimizer reads.
+        gradients: sums over the window, which the optimizer reads in the end, and those of the last step.
         activations: of the micro-batches in flight.
         buffers: gradients and weights on their way between devices, and what one backward needs on top.
         total: at the fullest moment, which need not be that of each of the others.
@@ -142,7 +149,8 @@ def predict(
         trained = frozenset(i for i in mine if profile.weights[i].gradient)
         owned = sum(profile.weights[i].nbytes // (len(hosts[i]) * replicas) for i in trained)
         state, owned_sums = share("state"), share("gradient")
-        copies = _COPIES[early_weights] * profile.total(trained, "nbytes")
+        of_owned, of_others = _COPIES[early_weights]
+        copies = of_owned * owned + of_others * (profile.total(trained, "nbytes") - owned)
         early = frozenset[int]().union(*(stages[stage].parameters for stage, n in held.between[device] if n))
         if early_weights != "live":
             copies += profile.total(trained.intersection(early), "nbytes")
@@ -152,18 +160,20 @@ def predict(
         waiting = _bytes(stages, held.between[device])
         largest = max((profile.weights[i].gradient for i in trained), default=0)
         shared = frozenset(i for i in trained if len(hosts[i]) * replicas > 1)
-        travelling = 0
+        travelling, hosted = 0, len(placement.hosted(device))
         if shared:
             away = sum(profile.weights[i].gradient * (1 - 1 / (len(hosts[i]) * replicas)) for i in shared)
-            # What is sent, what one host sends, their sum, and this device's own part, which is packed stage by stage.
-            travelling = int(away) + 2 * owned_sums + owned_sums // len(placement.hosted(device))
-        window = sums + owned + flying + largest + cast + cast_early
+            # What one host sends, and what is sent itself, which is packed stage by stage; sums are made in place.
+            travelling = owned_sums + int(away) // hosted
+        # The gradients of the last step are there until the first backward of their stage.
+        before = owned - owned // hosted
+        window = sums + before + flying + largest + cast + cast_early
         end = sums + travelling + waiting + cast_early
         result.append(
             DeviceMemory(
                 weights + copies + cast_early + (cast if window >= end else 0),
                 state,
-                sums + owned if window >= end else sums,
+                sums + before if window >= end else sums,
                 flying if window >= end else waiting,
                 largest if window >= end else travelling,
                 weights + copies + state + max(window, end),

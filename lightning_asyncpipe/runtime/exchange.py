@@ -20,10 +20,11 @@ from lightning_asyncpipe.runtime.channels import MessageKey, Transport
 from lightning_asyncpipe.runtime.gradients import (
     GradientAccumulator,
     accumulation_dtype,
-    add_packed,
+    add_sums,
     pack_gradients,
     pack_weights,
     shard_of,
+    unpack_gradients,
 )
 from lightning_asyncpipe.runtime.ownership import Bucket, Ownership
 from lightning_asyncpipe.runtime.stash import WeightStash
@@ -121,20 +122,22 @@ class WeightExchange:
         for bucket in self._completed(self.rank, stage, self._reduced):
             for owner, names in bucket.shards:
                 if owner != self.rank:
-                    self._transport.send(
-                        owner,
-                        MessageKey(REDUCE, bucket.index, self.rank, serial, 0),
-                        self._packed(bucket, names),
-                    )
+                    packed = self._packed(bucket, names)
+                    self._transport.send(owner, MessageKey(REDUCE, bucket.index, self.rank, serial, 0), packed)
 
     def _packed(self, bucket: Bucket, names: tuple[str, ...]) -> Tensor:
+        """The sums of `names`, which no gradient is added to any more; they then live in the message alone."""
         device = self._parameters[names[0]].device
-        return pack_gradients(self.accumulator, names, self._shapes, accumulation_dtype(bucket.dtype), device)
+        packed = pack_gradients(self.accumulator, names, self._shapes, accumulation_dtype(bucket.dtype), device)
+        for name, part in unpack_gradients(packed, names, self._shapes).items():
+            self.accumulator.replace(name, part)
+        return packed
 
     def collect(self) -> dict[str, Tensor]:
         """Wait for the gradients of the parameters that this rank owns, summed over all hosts, by name.
 
-        Parameters that got no gradient anywhere are left out. The window's sums are forgotten.
+        Parameters that got no gradient anywhere are left out. The window's sums are forgotten. Nothing is copied: the
+        sums are made in the memory of what the first host gathered.
         """
         sums: dict[str, Tensor] = {}
         for bucket in self._ownership.buckets:
@@ -144,17 +147,19 @@ class WeightExchange:
             if self._stash is not None:
                 self._stash.before_update(names)
             for host in bucket.hosts:
-                if host == self.rank:
-                    packed = self._packed(bucket, names)
-                else:
-                    key = MessageKey(REDUCE, bucket.index, host, self._serial, 0)
-                    received = self._transport.take(key).tensor
-                    assert received is not None
-                    packed = received
-                add_packed(sums, packed, names, self._shapes)
+                add_sums(sums, self._own(names) if host == self.rank else self._received(bucket, host, names))
         self.accumulator.clear()
         self._reduced.clear()
         return sums
+
+    def _own(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        found = {name: total for name in names if (total := self.accumulator.get(name)) is not None}
+        return {name: total.to_dense() if total.is_sparse else total for name, total in found.items()}
+
+    def _received(self, bucket: Bucket, host: int, names: tuple[str, ...]) -> dict[str, Tensor]:
+        packed = self._transport.take(MessageKey(REDUCE, bucket.index, host, self._serial, 0)).tensor
+        assert packed is not None
+        return unpack_gradients(packed, names, self._shapes)
 
     # Weights
 
@@ -168,16 +173,13 @@ class WeightExchange:
         self._serial = serial
         self.replicas_outdated = False
         for bucket in self._ownership.buckets:
-            names = shard_of(bucket, self.rank)
-            if not names:
+            names, others = shard_of(bucket, self.rank), [host for host in bucket.hosts if host != self.rank]
+            if not names or not others:
                 continue
-            weights = pack_weights(self._parameters, names)
             companions = self._stash.companions(names) if self._stash is not None else []
-            if companions:
-                weights = torch.cat([weights, *companions])
-            for host in bucket.hosts:
-                if host != self.rank:
-                    self._transport.send(host, MessageKey(UPDATE, bucket.index, self.rank, serial, 0), weights)
+            weights = pack_weights(self._parameters, names, companions)
+            for host in others:
+                self._transport.send(host, MessageKey(UPDATE, bucket.index, self.rank, serial, 0), weights)
 
     def update(self, stage: int | None = None) -> None:
         """Switch this rank's copy of a stage (None: of every stage) to the new weights; waits for them."""

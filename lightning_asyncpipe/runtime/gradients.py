@@ -76,6 +76,10 @@ class GradientAccumulator:
         """The sum for one parameter, None if no backward reached it."""
         return self._sums.get(name)
 
+    def replace(self, name: str, total: Tensor) -> None:
+        """Keep the same sum in other memory; until :meth:`clear` nothing may be added to it."""
+        self._sums[name] = total
+
     def cover(self, names: Iterable[str], share: float) -> None:
         """Backwards of `share` of the window have been through the uses of these parameters in one stage."""
         for name in names:
@@ -133,22 +137,31 @@ def pack_gradients(
     return torch.cat([*parts, flags])
 
 
-def add_packed(sums: dict[str, Tensor], packed: Tensor, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> None:
-    """Add what :func:`pack_gradients` made to `sums`; parameters without any gradient stay out of it."""
+def unpack_gradients(packed: Tensor, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Views of what :func:`pack_gradients` made, by name; parameters without any gradient are left out."""
     flags = packed[len(packed) - len(names) :].tolist()
+    found: dict[str, Tensor] = {}
     start = 0
     for name, flag in zip(names, flags, strict=True):
         size = shapes[name].numel()
         if flag:
-            part = packed[start : start + size].view(shapes[name])
-            sums[name] = sums[name].add_(part) if name in sums else part.clone()
+            found[name] = packed[start : start + size].view(shapes[name])
         start += size
+    return found
 
 
-def pack_weights(parameters: Mapping[str, Parameter], names: Sequence[str]) -> Tensor:
-    """The weights of `names` in one flat tensor of their data type."""
+def add_sums(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    """Add `more` to `sums` in place; what `sums` does not have becomes part of it as it is."""
+    for name, gradient in more.items():
+        sums[name] = sums[name].add_(gradient) if name in sums else gradient
+
+
+def pack_weights(
+    parameters: Mapping[str, Parameter], names: Sequence[str], companions: Sequence[Tensor] = ()
+) -> Tensor:
+    """The weights of `names` in one flat tensor of their data type, and `companions` of that type after them."""
     with torch.no_grad():
-        return torch.cat([parameters[name].detach().reshape(-1) for name in names])
+        return torch.cat([*(parameters[name].detach().reshape(-1) for name in names), *companions])
 
 
 def shard_of(bucket: Bucket, rank: int) -> tuple[str, ...]:

@@ -9,14 +9,16 @@ where d is the last update of w, b the momentum, r the ratio of the learning rat
 one, and P the optimizer's preconditioner, times what clipping left of a gradient; :mod:`update_rules` has what this is
 for each optimizer. With nothing gathered it is :mod:`extrapolation`.
 
-Owners send preconditioners with new weights, every :data:`REFRESH` steps, more often in the beginning. For AdamW a
-device needs the memory of one more copy of the hosted weights for them.
+A rank that owns the parameter has the state of the optimizer. For Adam and AdamW it works out the step that the
+optimizer would make with that gradient (:mod:`adam`), and keeps no more than one number. Elsewhere weights before the
+last update are kept, and preconditioners, which owners send with new weights, every :data:`REFRESH` steps, more often
+in the beginning. For AdamW these are two more copies of the weights that a device hosts and does not own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -44,6 +46,7 @@ class Prediction(Extrapolation):
         stages: for each stage, the names of the parameters that it uses.
         rate: the learning rate of a parameter's next update, by name.
         rules: how the optimizer updates them.
+        owned: names of those that this rank steps.
     """
 
     def __init__(
@@ -52,9 +55,12 @@ class Prediction(Extrapolation):
         stages: Sequence[Sequence[str]],
         rate: Callable[[str], float],
         rules: UpdateRules,
+        owned: Collection[str] = (),
     ) -> None:
         super().__init__(parameters, stages, rate)
         self._rules = rules
+        self._known = frozenset(name for name in owned if name in parameters and rules.tells_weights(name))
+        self._left: dict[str, Tensor] = {}
         self._uses = Counter(name for names in stages for name in names)
         self._preconditioners: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}
@@ -64,31 +70,52 @@ class Prediction(Extrapolation):
         super().step_follows()
         self._steps += 1
 
+    def before_update(self, names: Iterable[str]) -> None:
+        super().before_update(name for name in names if name not in self._known)
+
     def collected(self, gradients: Mapping[str, Tensor]) -> None:
         if refresh_is_due(self._steps):
             self._norms = {name: gradient.norm() for name, gradient in gradients.items()}
 
     def stepped(self) -> None:
-        """Work out the preconditioners of what this rank owns, for gradients that are neither unscaled nor clipped."""
+        """Work out what later estimates need of this rank's step, for gradients neither unscaled nor clipped."""
         for name, norm in self._norms.items():
             parameter = self._parameters[name]
             if parameter.grad is None or not norm:
                 continue
-            found = self._rules.preconditioner(name, parameter.grad.to(norm.dtype).norm() / norm)
-            if found is not None and found.isfinite().all():
-                largest = torch.finfo(parameter.dtype).max
-                self._preconditioners[name] = found.clamp(-largest, largest).to(parameter.dtype)
+            left = parameter.grad.to(norm.dtype).norm() / norm
+            if name not in self._known:
+                self._refresh(name, left)
+            elif left.isfinite():
+                self._left[name] = left
         self._norms.clear()
+
+    def _refresh(self, name: str, left: Tensor) -> None:
+        found = self._gains(name, left)
+        if found is not None:
+            self._preconditioners[name] = found
+
+    def _gains(self, name: str, left: Tensor) -> Tensor | None:
+        """The preconditioner of a parameter, None if there is none of finite numbers."""
+        found = self._rules.preconditioner(name, left)
+        if found is None or not found.isfinite().all():
+            return None
+        dtype = self._parameters[name].dtype
+        largest = torch.finfo(dtype).max
+        return found.clamp_(-largest, largest).to(dtype)
 
     def companions(self, names: Iterable[str]) -> list[Tensor]:
         if not refresh_is_due(self._steps):
             return []
-        return [
-            self._preconditioners[name].reshape(-1)
-            if name in self._preconditioners
-            else self._parameters[name].detach().new_zeros(self._rules.shape(name).numel())
-            for name in names
-        ]
+        return [self._companion(name).reshape(-1) for name in names]
+
+    def _companion(self, name: str) -> Tensor:
+        found = self._preconditioners.get(name)
+        if found is None and name in self._left:
+            found = self._gains(name, self._left[name])
+        if found is None:
+            return self._parameters[name].detach().new_zeros(self._rules.shape(name).numel())
+        return found
 
     def arrived(self, names: Iterable[str], companions: Tensor) -> None:
         if not companions.numel():
@@ -102,6 +129,9 @@ class Prediction(Extrapolation):
     def stand_in(self, name: str, parameter: Parameter, gathered: GradientAccumulator) -> Tensor:
         known, gradient = self.last_move(name, parameter), gathered.get(name)
         covered = gathered.covered(name) / self._uses[name]
+        if name in self._left:
+            whole = gradient.to_dense() if gradient is not None and covered else None
+            return self._rules.next_weights(name, whole, self._left[name] / (covered or 1.0))
         if known is None or gradient is None or not covered:
             return super().stand_in(name, parameter, gathered)
         move, rate = known
@@ -115,4 +145,5 @@ class Prediction(Extrapolation):
         super().flush()
         self._preconditioners.clear()
         self._norms.clear()
+        self._left.clear()
         self._steps = 0

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_asyncpipe.runtime.adam import next_weights
+
 _MUON: type[Optimizer] | None = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
 _ADAMS = (Adam, AdamW)
 _KNOWN: tuple[type[Optimizer], ...] = (*_ADAMS, SGD, *(() if _MUON is None else (_MUON,)))
@@ -26,6 +28,11 @@ _KNOWN: tuple[type[Optimizer], ...] = (*_ADAMS, SGD, *(() if _MUON is None else 
 def is_known(optimizer: Optimizer) -> bool:
     """Whether updates of an optimizer can be told in advance; subclasses may do anything, so it is not for them."""
     return type(optimizer) in _KNOWN
+
+
+def tells_weights(optimizer: Optimizer | None) -> bool:
+    """Whether the weights after a step can be told from an optimizer's state and the gradient alone."""
+    return type(optimizer) in _ADAMS
 
 
 class UpdateRules:
@@ -51,6 +58,24 @@ class UpdateRules:
         if type(optimizer) in _ADAMS:
             return shape
         return torch.Size([min(shape)] * 2 if type(optimizer) is _MUON else [1])
+
+    def tells_weights(self, name: str) -> bool:
+        """Whether :meth:`next_weights` can be asked for a parameter, by the rank that steps it."""
+        optimizer, _ = self._places.get(name, (None, 0))
+        return tells_weights(optimizer) and not self._parameters[name].is_complex()
+
+    def next_weights(self, name: str, gradient: Tensor | None, scale: Tensor) -> Tensor:
+        """A parameter after the step that the optimizer would make now, in memory of its own.
+
+        Args:
+            name: of a parameter that this rank has stepped before, and of which :meth:`tells_weights`.
+            gradient: of the window, or an estimate of it; None: let the last step repeat itself.
+            scale: what the gradient has to be multiplied with.
+        """
+        parameter = self._parameters[name]
+        optimizer, group = self._group(name)
+        decoupled = bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW))
+        return next_weights(parameter.detach(), group, optimizer.state[parameter], gradient, scale, decoupled)
 
     def preconditioner(self, name: str, left: Tensor) -> Tensor | None:
         """What must be known of the optimizer's state to tell an update from a gradient.

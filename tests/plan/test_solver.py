@@ -174,6 +174,17 @@ def test_memory_of_a_device_is_that_of_the_stages_it_hosts() -> None:
         assert device.total >= device.weights + device.optimizer + 4 * GIB
 
 
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_where_owners_work_early_weights_out_copies_are_kept_of_what_others_own(pipelines: int) -> None:
+    memory = {}
+    for early in ("stash", "stepped", "predicted"):
+        asked = request(4, num_pipelines=pipelines, cuts=(0, 1, 2), early_weights=early)
+        memory[early] = choose_plan(profile([1.0] * 4, weights=[GIB] * 4), asked).memory
+    for stash, stepped, predicted in zip(*memory.values(), strict=True):
+        assert stepped.total - stash.total == 2 * (pipelines - 1) * GIB  # of the stages that a device hosts it owns one
+        assert predicted.total - stash.total == 2 * pipelines * GIB
+
+
 def test_activations_are_those_that_the_order_of_a_device_holds_at_once() -> None:
     plan = choose_plan(profile([1.0] * 4, saved=1), request(4, num_pipelines=2))
     segments, carried = [], ()
