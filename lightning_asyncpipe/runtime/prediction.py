@@ -137,7 +137,9 @@ class Prediction(Extrapolation):
         move, rate = known
         whole = gradient.to_dense() / covered
         rates = self._last_rates[name], rate
-        update = self._rules.update(name, move, rates, whole, self._preconditioners.get(name)).to(parameter.dtype)
+        update = self._rules.update(name, move, rates, whole, covered, self._preconditioners.get(name)).to(
+            parameter.dtype
+        )
         # A scaled gradient may have overflowed; the step will then be skipped, and these forwards stay of use.
         return parameter.detach() + torch.where(update.isfinite(), update, move * (rate / self._last_rates[name]))
 

@@ -6,6 +6,10 @@ gradient itself; SGD has none.
 
 Muon makes the momentum orthogonal. What its update tells of the momentum is all but the symmetric factor H of the polar
 decomposition; so H is sent, and with it the momentum, the new gradient added and made orthogonal, is the update.
+
+An estimate of the gradient from part of the window is right on average but noisier than the gradient. Where an update
+is linear in the gradient it is right on average, too. What Muon makes orthogonal has a fixed size, however: the more of
+it is noise the less is signal. So its predicted update is made longer by what that noise has added.
 """
 
 from __future__ import annotations
@@ -112,7 +116,13 @@ class UpdateRules:
         return factor
 
     def update(
-        self, name: str, move: Tensor, rates: tuple[float, float], gradient: Tensor, preconditioner: Tensor | None
+        self,
+        name: str,
+        move: Tensor,
+        rates: tuple[float, float],
+        gradient: Tensor,
+        covered: float,
+        preconditioner: Tensor | None,
     ) -> Tensor:
         """The coming update of a parameter.
 
@@ -120,7 +130,8 @@ class UpdateRules:
             name: of the parameter.
             move: its last update.
             rates: the learning rates of that update and of the coming one, not 0 the first.
-            gradient: of the window, or an estimate of it.
+            gradient: of the window, estimated from a part of it.
+            covered: how large a part of the window that is, more than 0 and at most 1.
             preconditioner: as it was some steps before; None, or zeros, where the parameter had no gradient then.
         """
         optimizer, group = self._group(name)
@@ -128,7 +139,7 @@ class UpdateRules:
         if type(optimizer) is _MUON:
             if preconditioner is None or not preconditioner.any():
                 return move * (rate / last)
-            return self._muon(name, group, move, rates, gradient, preconditioner)
+            return self._muon(name, group, move, rates, gradient, covered, preconditioner)
         repeated = move * (float(group["betas"][0] if "betas" in group else group["momentum"]) * rate / last)
         if preconditioner is None:
             return repeated
@@ -147,6 +158,7 @@ class UpdateRules:
         move: Tensor,
         rates: tuple[float, float],
         gradient: Tensor,
+        covered: float,
         factor: Tensor,
     ) -> Tensor:
         last, rate = rates
@@ -157,8 +169,30 @@ class UpdateRules:
         momentum = direction @ factor if move.shape[0] >= move.shape[1] else factor @ direction
         kept: float = group["momentum"] ** (2 if group["nesterov"] else 1)
         scratch = Parameter(torch.zeros_like(weight))
-        scratch.grad = (gradient.lerp(momentum.to(gradient.dtype), kept)).to(weight.dtype)
+        momentum = momentum.to(gradient.dtype)
+        estimate = gradient.lerp(momentum, kept)
+        scratch.grad = estimate.to(weight.dtype)
         assert _MUON is not None
         settings = {key: group[key] for key in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
         _MUON([scratch], lr=rate, weight_decay=0.0, momentum=0.0, nesterov=False, **settings).step()  # type: ignore[call-arg]
-        return scratch.detach().sub_(weight, alpha=rate * decay)
+        longer = self._longer(gradient, momentum, estimate, covered, group)
+        return scratch.detach().mul_(longer).sub_(weight, alpha=rate * decay)
+
+    @staticmethod
+    def _longer(
+        gradient: Tensor, momentum: Tensor, estimate: Tensor, covered: float, group: Mapping[str, Any]
+    ) -> Tensor:
+        """How much longer what Muon makes orthogonal has become by noise that the real one will not have; a scalar."""
+        b: float = group["momentum"]
+        kept = b**2 if group["nesterov"] else b
+        known = momentum.square().sum()
+        # Of the whole gradient's square: all of the signal, of which the momentum is the best guess, and of the noise
+        # of a part of it as large a share as that part.
+        noisy = gradient.square().sum()
+        whole = torch.lerp(known, torch.maximum(known, noisy), covered)
+        added = (1 - kept) ** 2 * (noisy - whole).clamp_min(0)
+        if group["nesterov"]:
+            # What is known is the momentum with the last gradient once more.
+            added += b**2 * ((1 - b) ** 2 * (1 + 2 * b) * whole - (1 - b**2) * known).clamp_min(0)
+        square = estimate.square().sum().clamp_min(torch.finfo(estimate.dtype).tiny)
+        return (1 - added / square).clamp_min(0.25).rsqrt()

@@ -204,6 +204,23 @@ def test_a_prediction_for_muon_is_closer_than_the_last_update() -> None:
     assert errors[0] < 0.9 * errors[1]
 
 
+@pytest.mark.skipif(MUON is None, reason="this torch has no Muon")
+def test_noise_of_a_half_of_the_gradient_takes_nothing_of_the_signal_in_a_prediction_for_muon() -> None:
+    training = Training(lambda parameters: MUON(parameters, lr=0.01, momentum=0.9, weight_decay=0.0))
+    signal = gradient_of(-1)
+    predicted = made = 0.0
+    for step in range(400):
+        halves = [0.3 * signal + gradient_of(2 * step + half) - 0.5 for half in range(2)]
+        training.gather(halves[0] / 2, share=0.5)
+        before = training.parameter.detach().clone()
+        told = training.predicted() - before
+        training.step(halves[1] / 2)
+        if step >= 20:
+            predicted -= float((told * signal).sum())
+            made -= float(((training.parameter.detach() - before) * signal).sum())
+    assert predicted == pytest.approx(made, rel=0.03)
+
+
 def test_after_a_flush_nothing_is_left_of_the_updates_before_it() -> None:
     training = Training(OPTIMIZERS["sgd"]).train(3)
     training.gather(gradient_of(99))
