@@ -6,13 +6,14 @@ on the device itself. Where a device has gathered the sum ``s`` of a share ``c``
     w + b d r - lr (1 - b) P s / c
 
 where d is the last update of w, b the momentum, r the ratio of the learning rates of the coming update and of the last
-one, and P the optimizer's preconditioner, times what clipping left of a gradient; :mod:`update_rules` has what this is
-for each optimizer. With nothing gathered it is :mod:`extrapolation`.
+one, and P the optimizer's preconditioner; of s counts what clipping left of the last gradient. :mod:`update_rules` has
+what this is for each optimizer. With nothing gathered it is :mod:`extrapolation`.
 
 A rank that owns the parameter has the state of the optimizer. For Adam and AdamW it works out the step that the
 optimizer would make with that gradient (:mod:`adam`), and keeps no more than one number. Elsewhere weights before the
 last update are kept, and preconditioners, which owners send with new weights, every :data:`REFRESH` steps, more often
-in the beginning. For AdamW these are two more copies of the weights that a device hosts and does not own.
+in the beginning; what clipping left, one number, they send at each step. For AdamW these are two more copies of the
+weights that a device hosts and does not own.
 """
 
 from __future__ import annotations
@@ -74,30 +75,29 @@ class Prediction(Extrapolation):
         super().before_update(name for name in names if name not in self._known)
 
     def collected(self, gradients: Mapping[str, Tensor]) -> None:
-        if refresh_is_due(self._steps):
-            self._norms = {name: gradient.norm() for name, gradient in gradients.items()}
+        self._norms = {name: gradient.norm() for name, gradient in gradients.items()}
 
     def stepped(self) -> None:
         """Work out what later estimates need of this rank's step, for gradients neither unscaled nor clipped."""
         for name, norm in self._norms.items():
             parameter = self._parameters[name]
-            if parameter.grad is None or not norm:
+            if parameter.grad is None:
                 continue
-            left = parameter.grad.to(norm.dtype).norm() / norm
-            if name not in self._known:
-                self._refresh(name, left)
-            elif left.isfinite():
-                self._left[name] = left
+            left = (parameter.grad.to(norm.dtype).norm() / norm).to(parameter.dtype)
+            # A gradient of zeros tells nothing. No value is looked at here, for which a GPU would be waited for.
+            self._left[name] = torch.where(left.isfinite(), left, self._left.get(name, torch.zeros_like(left)))
+            if name not in self._known and refresh_is_due(self._steps):
+                self._refresh(name)
         self._norms.clear()
 
-    def _refresh(self, name: str, left: Tensor) -> None:
-        found = self._gains(name, left)
+    def _refresh(self, name: str) -> None:
+        found = self._gains(name)
         if found is not None:
             self._preconditioners[name] = found
 
-    def _gains(self, name: str, left: Tensor) -> Tensor | None:
+    def _gains(self, name: str) -> Tensor | None:
         """The preconditioner of a parameter, None if there is none of finite numbers."""
-        found = self._rules.preconditioner(name, left)
+        found = self._rules.preconditioner(name)
         if found is None or not found.isfinite().all():
             return None
         dtype = self._parameters[name].dtype
@@ -105,43 +105,47 @@ class Prediction(Extrapolation):
         return found.clamp_(-largest, largest).to(dtype)
 
     def companions(self, names: Iterable[str]) -> list[Tensor]:
-        if not refresh_is_due(self._steps):
-            return []
-        return [self._companion(name).reshape(-1) for name in names]
+        """What clipping left of each gradient, and after them the preconditioners where they are due; 0: unknown."""
+        names = list(names)
+        lefts = [self._left.get(name, self._parameters[name].detach().new_zeros(())).reshape(1) for name in names]
+        return [*lefts, *(self._companion(name).reshape(-1) for name in names if refresh_is_due(self._steps))]
 
     def _companion(self, name: str) -> Tensor:
         found = self._preconditioners.get(name)
-        if found is None and name in self._left:
-            found = self._gains(name, self._left[name])
+        if found is None and name in self._known:
+            found = self._gains(name)
         if found is None:
             return self._parameters[name].detach().new_zeros(self._rules.shape(name).numel())
         return found
 
     def arrived(self, names: Iterable[str], companions: Tensor) -> None:
-        if not companions.numel():
-            return
         names = list(names)
+        # Copies, since views would keep all of the message.
+        lefts, gains = (part.clone() for part in companions.tensor_split([len(names)]))
+        self._left.update(zip(names, lefts, strict=True))
+        if not gains.numel():
+            return
         shapes = [self._rules.shape(name) for name in names]
-        parts = companions.tensor_split(list(accumulate(shape.numel() for shape in shapes)))
+        parts = gains.tensor_split(list(accumulate(shape.numel() for shape in shapes)))
         for name, shape, part in zip(names, shapes, parts, strict=False):
             self._preconditioners[name] = part.view(shape)
 
     def stand_in(self, name: str, parameter: Parameter, gathered: GradientAccumulator) -> Tensor:
-        known, gradient = self.last_move(name, parameter), gathered.get(name)
+        gradient, left = gathered.get(name), self._left.get(name)
         covered = gathered.covered(name) / self._uses[name]
-        if name in self._left:
+        if name in self._known and left is not None:
             whole = gradient.to_dense() if gradient is not None and covered else None
-            return self._rules.next_weights(name, whole, self._left[name] / (covered or 1.0))
-        if known is None or gradient is None or not covered:
+            return self._rules.next_weights(name, whole, left / (covered or 1.0))
+        known = self.last_move(name, parameter)
+        if known is None or gradient is None or not covered or left is None:
             return super().stand_in(name, parameter, gathered)
         move, rate = known
-        whole = gradient.to_dense() / covered
+        whole = gradient.to_dense() * (left / covered)
         rates = self._last_rates[name], rate
-        update = self._rules.update(name, move, rates, whole, covered, self._preconditioners.get(name)).to(
-            parameter.dtype
-        )
+        update = self._rules.update(name, move, rates, whole, covered, self._preconditioners.get(name))
         # A scaled gradient may have overflowed; the step will then be skipped, and these forwards stay of use.
-        return parameter.detach() + torch.where(update.isfinite(), update, move * (rate / self._last_rates[name]))
+        kept = torch.where(update.isfinite(), update.to(parameter.dtype), move * (rate / self._last_rates[name]))
+        return parameter.detach() + kept
 
     def flush(self) -> None:
         super().flush()

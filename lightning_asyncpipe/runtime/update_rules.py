@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_asyncpipe.runtime.adam import next_weights
+from lightning_asyncpipe.runtime.gradients import accumulation_dtype
 
 _MUON: type[Optimizer] | None = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
 _ADAMS = (Adam, AdamW)
@@ -56,12 +57,12 @@ class UpdateRules:
         return optimizer, optimizer.param_groups[number]
 
     def shape(self, name: str) -> torch.Size:
-        """Of the preconditioner: the parameter's, that of a factor of the matrix, or ``(1,)`` where there is none."""
+        """Of the preconditioner: the parameter's, that of a factor of the matrix, or ``(0,)`` where there is none."""
         optimizer, _ = self._places.get(name, (None, 0))
         shape = self._parameters[name].shape
         if type(optimizer) in _ADAMS:
             return shape
-        return torch.Size([min(shape)] * 2 if type(optimizer) is _MUON else [1])
+        return torch.Size([min(shape)] * 2 if type(optimizer) is _MUON else [0])
 
     def tells_weights(self, name: str) -> bool:
         """Whether :meth:`next_weights` can be asked for a parameter, by the rank that steps it."""
@@ -81,38 +82,36 @@ class UpdateRules:
         decoupled = bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW))
         return next_weights(parameter.detach(), group, optimizer.state[parameter], gradient, scale, decoupled)
 
-    def preconditioner(self, name: str, left: Tensor) -> Tensor | None:
+    def preconditioner(self, name: str) -> Tensor | None:
         """What must be known of the optimizer's state to tell an update from a gradient.
 
         Args:
             name: of a parameter that this rank has just stepped, and whose ``.grad`` is still there.
-            left: what clipping and other changes have left of the length of the gradient; a scalar.
 
         Returns:
-            A tensor of :meth:`shape`; None where the optimizer has no state of the parameter.
+            A tensor of :meth:`shape`; None where there is none, or the optimizer has no state of the parameter.
         """
-        if name not in self._places:
+        if not self.shape(name).numel():
             return None
         parameter = self._parameters[name]
         optimizer, group = self._group(name)
         state = optimizer.state.get(parameter, {})
-        if type(optimizer) is SGD:
-            return left.reshape(1)
         if type(optimizer) in _ADAMS:
             squares: Tensor | None = state.get("max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq")
             if squares is None:
                 return None
             correction = 1 - float(group["betas"][1]) ** float(state["step"])
-            scale: Tensor = (squares / correction).sqrt_().add_(group["eps"]).reciprocal_().mul_(left)
+            scale: Tensor = (squares / correction).sqrt_().add_(group["eps"]).reciprocal_()
             return scale
         momentum: Tensor | None = state.get("momentum_buffer")
         if momentum is None or parameter.grad is None:
             return None
         if group["nesterov"]:
             momentum = parameter.grad.lerp(momentum, group["momentum"])
-        matrix = (momentum if momentum.shape[0] >= momentum.shape[1] else momentum.T).to(left.dtype)
+        matrix = momentum if momentum.shape[0] >= momentum.shape[1] else momentum.T
+        matrix = matrix.to(accumulation_dtype(matrix.dtype))
         values, vectors = torch.linalg.eigh(matrix.T @ matrix)
-        factor: Tensor = (vectors * values.clamp_min_(0).sqrt_()) @ vectors.T / left
+        factor: Tensor = (vectors * values.clamp_min_(0).sqrt_()) @ vectors.T
         return factor
 
     def update(
@@ -130,7 +129,7 @@ class UpdateRules:
             name: of the parameter.
             move: its last update.
             rates: the learning rates of that update and of the coming one, not 0 the first.
-            gradient: of the window, estimated from a part of it.
+            gradient: of the window as the optimizer gets it, estimated from a part of it.
             covered: how large a part of the window that is, more than 0 and at most 1.
             preconditioner: as it was some steps before; None, or zeros, where the parameter had no gradient then.
         """
@@ -141,11 +140,13 @@ class UpdateRules:
                 return move * (rate / last)
             return self._muon(name, group, move, rates, gradient, covered, preconditioner)
         repeated = move * (float(group["betas"][0] if "betas" in group else group["momentum"]) * rate / last)
-        if preconditioner is None:
-            return repeated
-        gradient = gradient * (-preconditioner if group["maximize"] else preconditioner)
+        if group["maximize"]:
+            gradient = -gradient
         if type(optimizer) is SGD:
             return repeated - gradient * (rate * (1 - float(group["dampening"])))
+        if preconditioner is None:
+            return repeated
+        gradient = gradient * preconditioner
         first, second = map(float, group["betas"])
         # A gradient much larger than those before it makes the preconditioner smaller at once.
         grown = gradient.square().mul_(1 - second).add_(second).sqrt_()
