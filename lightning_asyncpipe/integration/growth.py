@@ -20,6 +20,7 @@ from lightning_asyncpipe.runtime.step_state import plain_entries
 
 _SIZED = (dict, defaultdict, Counter, OrderedDict)  # attributes of these types change when what they hold does
 _MISSING = object()
+_EMPTY: tuple[int, int, dict[Any, Any]] = (0, 0, {})
 _NOT_THE_USERS = ("_hparams", "_metric_attributes", "log")  # what Lightning sets, or this package, in a step
 
 
@@ -135,6 +136,8 @@ class GrowthWatch:
 
 def _size(value: dict[Any, Any]) -> tuple[int, int, dict[Any, Any]]:
     """How much is in a dict, and in lists in it, and the numbers and strings in it."""
+    if not value:  # as most that torch keeps in a module
+        return _EMPTY
     lists = sum(len(entry) for entry in value.values() if isinstance(entry, (list, deque)))
     return len(value), lists, plain_entries(value)
 

@@ -64,7 +64,9 @@ class _Global(Protocol):
     def snapshot(self) -> object:
         """Something that differs if numbers were drawn since."""
 
-    def save(self) -> None: ...
+    def save(self) -> object:
+        """Take the state down, for :meth:`restore`; returns a snapshot."""
+
     def restore(self) -> None: ...
     def seed(self, seed: int) -> None: ...
 
@@ -75,6 +77,7 @@ class _Numpy:
     def __init__(self) -> None:
         self._state: Any = None
         self._content: object = None
+        self._generator: object = None
         self._memory: _Memory | None = None
 
     @staticmethod
@@ -86,15 +89,17 @@ class _Numpy:
         if type(generator).__name__ != "MT19937":
             self._memory = None
             return object()
-        self._memory = _Memory(int(generator.ctypes.state_address))
+        if generator is not self._generator or self._memory is None:
+            self._generator, self._memory = generator, _Memory(int(generator.ctypes.state_address))
         return self._memory.read()
 
-    def save(self) -> None:
+    def save(self) -> object:
         content = self.snapshot()
         # A number can only have been put back since the last time if others were drawn with it.
         if content != self._content or self._state["has_gauss"]:
             self._state = self._random().get_state(legacy=False)
             self._content = content
+        return content
 
     def restore(self) -> None:
         if self._memory is None or self._state["has_gauss"]:
@@ -119,9 +124,10 @@ class _Python:
     def snapshot(self) -> object:
         return random.getstate() if self._memory is None else self._memory.read()
 
-    def save(self) -> None:
+    def save(self) -> object:
         self._state = self.snapshot()
         self._held = random._inst.gauss_next  # type: ignore[attr-defined]
+        return self._state
 
     def restore(self) -> None:
         if self._memory is None:
@@ -187,9 +193,9 @@ class RandomStreams:
         for name, other in self._others.items():
             if name == "numpy" and "numpy" not in sys.modules:
                 continue
-            other.save()
+            saved = other.save()
             if other not in self._seeded:
-                self._watched.append((other, other.snapshot()))
+                self._watched.append((other, saved))
         for _, own in self._own:
             own.save()
         self._base = digest(*key)
