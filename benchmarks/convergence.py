@@ -396,12 +396,13 @@ def read(path: Path | None) -> dict[Case, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Final losses of asynchronous training against one device.")
+    emulated = [mode for mode in MODES if mode != DISTRIBUTED]
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--rates", nargs="+", choices=["ordinary", "high"], default=["ordinary", "high"])
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--factors", nargs="+", type=int, default=[1, 2, 4], help="micro-batches a step, over devices")
-    parser.add_argument("--modes", nargs="+", choices=[*MODES, *rivals.MODES], default=list(MODES)[:-1])
+    parser.add_argument("--modes", nargs="+", choices=[*MODES, *rivals.MODES], default=emulated)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="trainings at a time")

@@ -25,10 +25,7 @@ from lightning_asyncpipe.integration.evaluation_data import Loop
 from lightning_asyncpipe.integration.evaluation_setup import Evaluation, Held, find_evaluation
 from lightning_asyncpipe.integration.lookahead import fetcher_of
 from lightning_asyncpipe.integration.metric_states import LocalMetrics
-from lightning_asyncpipe.integration.partitioning import (
-    STALENESS_TOLERANCE,
-    announce,
-)
+from lightning_asyncpipe.integration.partitioning import STALENESS_TOLERANCE, announce
 from lightning_asyncpipe.integration.precision import loss_scale, shared_copies
 from lightning_asyncpipe.integration.stepcall import StepCall
 from lightning_asyncpipe.integration.steps import Executor, TrainingSteps

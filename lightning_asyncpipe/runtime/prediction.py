@@ -87,13 +87,10 @@ class Prediction(Extrapolation):
             # A gradient of zeros tells nothing. No value is looked at here, for which a GPU would be waited for.
             self._left[name] = torch.where(left.isfinite(), left, self._left.get(name, torch.zeros_like(left)))
             if name not in self._known and refresh_is_due(self._steps):
-                self._refresh(name)
+                found = self._gains(name)
+                if found is not None:
+                    self._preconditioners[name] = found
         self._norms.clear()
-
-    def _refresh(self, name: str) -> None:
-        found = self._gains(name)
-        if found is not None:
-            self._preconditioners[name] = found
 
     def _gains(self, name: str) -> Tensor | None:
         """The preconditioner of a parameter, None if there is none of finite numbers."""
