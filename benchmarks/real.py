@@ -4,9 +4,11 @@
 A GPT is trained with AdamW on random tokens, with the same model, batch and number of micro-batches everywhere: by one
 single-threaded process and by two with Lightning's DDP, both through the Trainer; by this strategy with two devices, as
 one pipeline and as two, for which both devices hold the whole model; and by ``torch.distributed.pipelining``'s 1F1B and
-ZBV driven by hand, stages of as many blocks each. Every case runs in processes of its own, in turn, several times over,
-so that what else the machine does meets all of them. Memory is the most that the resident memory of a process grew by
-from before the model was built; of all processes of a case the largest. Needs Linux and two cores.
+ZBV driven by hand, stages of as many blocks each. *Two apart* are two processes that train a model each and exchange
+nothing: what the machine's two cores can do at most, since they share memory and its bandwidth. Every case runs in
+processes of its own, in turn, several times over, so that what else the machine does meets all of them. Memory is the
+most that the resident memory of a process grew by from before the model was built; of all processes of a case the
+largest. Needs Linux and two cores.
 
     python benchmarks/real.py --repeats 5
 """
@@ -41,7 +43,9 @@ from lightning_asyncpipe import AsyncMultiPipeStrategy
 
 DEVICES, VOCABULARY = 2, 1024
 PIPELINES = {"async_multipipe, N = 1": 1, "async_multipipe, N = 2": 2}
-CASES = ("one process", "ddp", *PIPELINES, "1F1B", "ZBVZeroBubble")
+ONE, APART = "one process", "two apart"
+WITH_TRAINER = (ONE, APART, "ddp", *PIPELINES)
+CASES = (*WITH_TRAINER, "1F1B", "ZBVZeroBubble")
 WARMUP = 3  # optimizer steps that are not measured
 
 
@@ -117,8 +121,9 @@ def run_with_trainer(args: argparse.Namespace) -> None:
     strategy: Any = "ddp" if args.case == "ddp" else "auto"
     if pipelines is not None:
         strategy = AsyncMultiPipeStrategy(num_pipelines=pipelines, num_microbatches=args.microbatches)
-    devices = 1 if args.case == "one process" else DEVICES
-    accumulated = {"one process": args.microbatches, "ddp": args.microbatches // DEVICES}.get(args.case, 1)
+    alone = args.case in (ONE, APART)
+    devices = 1 if alone else DEVICES
+    accumulated = args.microbatches if alone else args.microbatches // DEVICES if args.case == "ddp" else 1
     rows = args.batch // args.microbatches if pipelines is None else args.batch
     steps = WARMUP + args.steps
     trainer = L.Trainer(
@@ -175,7 +180,7 @@ def run_by_hand(rank: int, args: argparse.Namespace, port: int) -> None:
 def run_case(args: argparse.Namespace) -> None:
     """Runs in the process of a case."""
     torch.set_num_threads(1)
-    if args.case in CASES[: 2 + len(PIPELINES)]:
+    if args.case in WITH_TRAINER:
         run_with_trainer(args)
     else:
         spawn(run_by_hand, args=(args, free_port()), nprocs=DEVICES)  # type: ignore[no-untyped-call]
@@ -184,15 +189,26 @@ def run_case(args: argparse.Namespace) -> None:
 def measure(case: str, args: argparse.Namespace) -> tuple[float, float]:
     """Seconds a step, and MB: the largest of all processes."""
     with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "result"
-        command = [sys.executable, os.fspath(Path(__file__).resolve()), "--case", case, "--result", os.fspath(result)]
+        command = [sys.executable, os.fspath(Path(__file__).resolve()), "--case", case]
         for name in ("width", "blocks", "length", "batch", "microbatches", "steps"):
             command += [f"--{name}", str(getattr(args, name))]
         # Allocations go back to the system when they are freed, so that resident memory is what is used.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-        ranks = [json.loads(path.read_text()) for path in Path(directory).glob("result.*")]
-    return max(rank["seconds"] for rank in ranks), max(rank["memory"] for rank in ranks)
+        copies = DEVICES if case == APART else 1
+        running = [
+            subprocess.Popen(
+                [*command, "--result", os.fspath(Path(directory) / f"result{copy}")],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+            )
+            for copy in range(copies)
+        ]
+        for process in running:
+            process.wait()
+        if any(process.returncode for process in running):
+            raise SystemExit(f"{case} failed")
+        ranks = [json.loads(path.read_text()) for path in Path(directory).glob("result*.*")]
+    return max(rank["seconds"] for rank in ranks) / copies, max(rank["memory"] for rank in ranks)
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -228,7 +244,7 @@ def main() -> None:
     print(f"{'':<24}{'seconds a step':>26}{'samples a second':>26}{'times one process':>26}{'memory, MB':>28}")
     for case, runs in found.items():
         seconds = [run[0] for run in runs]
-        times = [one[0] / run[0] for one, run in zip(found.get("one process", []), runs, strict=False)]
+        times = [one[0] / run[0] for one, run in zip(found.get(ONE, []), runs, strict=False)]
         cells = spread(seconds, 2), spread([args.batch / s for s in seconds], 2), spread(times, 2) if times else "-"
         print(f"{case:<24}" + "".join(f"{cell:>26}" for cell in cells) + f"{spread([m for _, m in runs], 0):>28}")
 
