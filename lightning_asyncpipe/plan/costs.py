@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+_ALIKE = 0.1
+"""Durations that differ by less than this part of an average forward are nearly the same."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,25 @@ class Costs:
         if self.forward and max(self.forward) + max(self.backward) == 0:
             raise ValueError("all forward and backward costs are 0: give at least one that is not")
 
+    def evened(self, split_backward: bool) -> Costs:
+        """The same, but for durations that are nearly the same, which are the same: each the mean of its group.
+
+        Groups lie a tenth of an average forward apart. Those of whole backwards are told by the whole.
+        """
+        rows = (self.forward, self.input_grad, self.weight_grad) if split_backward else (self.forward, self.backward)
+        means = _means(sorted(duration for row in rows for duration in row), _ALIKE * fmean(self.forward))
+        forward, *backwards = (tuple(means[duration] for duration in row) for row in rows)
+        if split_backward:
+            inputs, weights = backwards
+        else:
+            shares = [
+                part / whole if whole else 0.0 for part, whole in zip(self.input_grad, self.backward, strict=True)
+            ]
+            inputs = tuple(whole * share for whole, share in zip(backwards[0], shares, strict=True))
+            weights = tuple(whole - part for whole, part in zip(backwards[0], inputs, strict=True))
+        whole = tuple(a + b for a, b in zip(inputs, weights, strict=True))
+        return replace(self, forward=forward, backward=whole, input_grad=inputs, weight_grad=weights)
+
     @property
     def num_stages(self) -> int:
         """For how many stages costs are given."""
@@ -69,3 +93,16 @@ class Costs:
             reduce,
             update,
         )
+
+
+def _means(durations: Sequence[float], apart: float) -> dict[float, float]:
+    """For each of some ascending durations the mean of its group; groups lie at least `apart` from each other."""
+    groups: list[list[float]] = []
+    for duration in durations:
+        if groups and duration - groups[-1][-1] < apart:
+            groups[-1].append(duration)
+        else:
+            groups.append([duration])
+    # The mean of equal numbers may be another one, by rounding.
+    means = [group[0] if group[0] == group[-1] else fmean(group) for group in groups]
+    return {duration: mean for group, mean in zip(groups, means, strict=True) for duration in group}

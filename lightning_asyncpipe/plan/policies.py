@@ -28,6 +28,7 @@ class Policy(NamedTuple):
         limit: the most early forwards of a device.
         message: how long messages are taken to be when operations are put in order, as a multiple of what they are:
             orders made for shorter or longer ones sometimes do better.
+        even: take durations that are nearly the same to be the same when operations are put in order.
         put_off: run early forwards as late as possible; more of a window's gradient is then known to them.
     """
 
@@ -36,6 +37,7 @@ class Policy(NamedTuple):
     overrun: float
     limit: int
     message: float = 1.0
+    even: bool = False
     put_off: bool = False
 
 

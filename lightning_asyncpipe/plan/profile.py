@@ -47,12 +47,14 @@ class Boundary:
         nbytes: of the message.
         dtype, shape: of the message; for people.
         kept: whether a backward needs it, so that it takes memory also where no cut is made.
+        gradient: whether a gradient flows back, which it does not from what is frozen.
     """
 
     nbytes: int
     dtype: str = ""
     shape: tuple[int, ...] = ()
     kept: bool = True
+    gradient: bool = True
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,14 @@ class ModelProfile:
             activations += sum(self.boundaries[i].nbytes for i in (begin - 1, end - 1) if 0 <= i < len(self.boundaries))
             parameters = frozenset(index for unit in self.units[begin:end] for index in unit.parameters)
             trained = [self.weights[index] for index in parameters if self.weights[index].gradient]
+            input_grad, weight_grad = inputs[end] - inputs[begin], weights[end] - weights[begin]
+            if not begin or not self.boundaries[begin - 1].gradient:
+                # No gradient is passed on: nothing is done before the weights' half, and all of it then.
+                input_grad, weight_grad = 0.0, input_grad + weight_grad
             found = known[begin, end] = Stage(
                 forward[end] - forward[begin] + self.units[begin].entry,
-                inputs[end] - inputs[begin],
-                weights[end] - weights[begin],
+                input_grad,
+                weight_grad,
                 activations,
                 parameters,
                 sum(weights.gradient for weights in trained),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 from lightning_asyncpipe.plan.listing import Keys
@@ -74,11 +74,7 @@ def choose(
 @functools.lru_cache(_REMEMBERED)
 def _choose(tables: Tables, microbatches: int, look_ahead: bool, steps: bool, effort: int, tolerance: float) -> Choice:
     search = _Search(tables, microbatches, look_ahead, steps, effort, tolerance)
-    for policy in search.candidates():
-        search.simulate(policy)
-        if search.spent():
-            break
-    search.put_off()
+    search.run()
     return search.best()
 
 
@@ -110,6 +106,29 @@ class _Search:
         self.operations = (3 if tables.split else 2) * microbatches * tables.stages
         fewest, most = _SEGMENTS
         self.segments = min(most, max(fewest, effort // _SHARE // self.operations))
+
+    def run(self) -> None:
+        """Simulate policies until :meth:`spent`."""
+        for policy in chain(self.of_even_costs(), self.candidates()):
+            self.simulate(policy)
+            if self.spent():
+                break
+        self.put_off()
+
+    def of_even_costs(self) -> Iterator[Policy]:
+        """What is best where durations that are nearly the same are the same.
+
+        Measured durations differ by chance, and so do the times at which operations become ready. Rules that take what
+        is ready pass over one that is ready a moment later, and are thrown off a pattern that would have been regular.
+        """
+        even = self.tables.taken_as(1.0, True)
+        if even is self.tables:
+            return
+        search = _Search(even, self.microbatches, self.ahead > 0, self.steps, self.effort // 2, self.tolerance)
+        search.run()
+        self.left -= search.effort - search.left
+        for policy, _ in search.front:
+            yield policy._replace(even=True)
 
     def spent(self) -> bool:
         """Whether to stop: no effort left, or nothing left to gain."""
@@ -160,14 +179,14 @@ class _Search:
             keys = policy.keys
             if not keys.strict:  # what is strict must be an order that can be kept
                 keys = perturbed(self.tables, keys, generator)
-            overrun, limit, message = policy.overrun, policy.limit, policy.message
+            overrun, limit, message, even = policy.overrun, policy.limit, policy.message, policy.even
             if generator.unit() < 0.25:
                 overrun = overruns[generator.below(len(overruns))]
             if generator.unit() < 0.25:
                 limit = generator.below(min(unlimited, 2 * limit) + 1)
             if generator.unit() < 0.25:
                 message = messages[generator.below(len(messages))]
-            yield Policy(policy.name, keys, overrun, limit, message)
+            yield Policy(policy.name, keys, overrun, limit, message, even)
 
     def shortlist(self) -> list[tuple[str, Keys]]:
         """All rules; where there is not the effort to settle them all, the most promising ones first."""

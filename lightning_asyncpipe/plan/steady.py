@@ -20,7 +20,7 @@ def run_segment(
     tables: Tables, policy: Policy, microbatches: int, ahead: int, carried: Sequence[int], steps: bool
 ) -> tuple[list[Operation], list[Operation]]:
     """Simulates one segment under a policy; returns the operations of the current batch and the early forwards."""
-    tables = tables.with_messages(policy.message)
+    tables = tables.taken_as(policy.message, policy.even)
     current = list_batch(tables, policy.keys, microbatches, carried)
     if not ahead:
         return current, []

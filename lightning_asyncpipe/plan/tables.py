@@ -26,7 +26,7 @@ class Tables:
     """
 
     def __init__(self, placement: Placement, max_in_flight: int, costs: Costs, split_backward: bool) -> None:
-        self._others: dict[float, Tables] = {}
+        self._others: dict[tuple[float, bool], Tables] = {}
         stages = placement.num_stages
         self.placement = placement
         self.costs = costs
@@ -53,12 +53,21 @@ class Tables:
     def __hash__(self) -> int:
         return hash(self._made_of())
 
-    def with_messages(self, factor: float) -> Tables:
-        """The same, but for messages that take ``factor`` times as long."""
-        if factor == 1 or not self.message:
-            return self
-        other = self._others.get(factor)
+    def taken_as(self, message: float, even: bool) -> Tables:
+        """The same, but for costs by which operations are put in order.
+
+        Args:
+            message: how many times as long messages are taken to take.
+            even: whether durations that are nearly the same are taken to be the same.
+        """
+        other = self._others.get((message, even))
         if other is None:
-            other = self._others[factor] = copy.copy(self)
-            other.message = factor * self.message
+            other = self
+            if even:
+                other = Tables(self.placement, self.max_in_flight, self.costs.evened(self.split), self.split)
+                other = self if other == self else other
+            if message != 1 and self.message:
+                other = copy.copy(other)
+                other.message = message * self.message
+            self._others[message, even] = other
         return other

@@ -148,7 +148,9 @@ class _Profiler:
                 if unit < self.count - 1:
                     assert output is not None
                     dtype = str(output.dtype).removeprefix("torch.")
-                    boundaries.append(Boundary(output.nbytes, dtype, tuple(output.shape)))
+                    boundaries.append(
+                        Boundary(output.nbytes, dtype, tuple(output.shape), gradient=output.requires_grad)
+                    )
         finally:
             runner.close()
             self.watch = None  # it holds weights

@@ -88,3 +88,17 @@ def test_weights_that_are_not_trained_cost_no_update() -> None:
     assert frozen.costs(range(3), placement).update == pytest.approx(one)
     stepped = replace(frozen, step_seconds=1.0)
     assert stepped.costs(range(3), placement).update == pytest.approx(one + 24 / 4)
+
+
+@pytest.mark.parametrize("frozen", [0, 2, 3])
+def test_a_stage_that_passes_no_gradient_on_does_all_of_its_backward_with_the_weights(frozen: int) -> None:
+    given = profile([8] * 6)
+    boundaries = tuple(replace(b, gradient=i >= frozen) for i, b in enumerate(given.boundaries))
+    for cuts in ([1, 3], [0, 2, 4], range(5)):
+        stages = replace(given, boundaries=boundaries).stages(cuts)
+        for begin, stage, before in zip((0, *(cut + 1 for cut in cuts)), stages, given.stages(cuts), strict=True):
+            whole = before.input_grad + before.weight_grad
+            assert stage.input_grad + stage.weight_grad == whole
+            assert (stage.input_grad == 0) == (begin <= frozen)
+            if begin > frozen:
+                assert stage.input_grad == stage.weight_grad == whole / 2

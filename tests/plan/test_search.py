@@ -167,8 +167,8 @@ def test_the_steady_state_is_that_of_the_simulator(case: Case) -> None:
 
 def test_orders_may_be_made_for_other_messages() -> None:
     t = tables(4, 2, 3, message=0.1)
-    assert (t.with_messages(0).message, t.with_messages(2).message, t.message) == (0.0, 0.2, 0.1)
-    assert t.with_messages(1) is t
+    assert (t.taken_as(0, False).message, t.taken_as(2, False).message, t.message) == (0.0, 0.2, 0.1)
+    assert t.taken_as(1, False) is t
     policy = Policy("", rules(t)["even flow, 2.0 and 2.5, upward 0.0 later"], 1.0, 6)
     times = {factor: settle(t, policy._replace(message=factor), 8, 8, True, 10).time for factor in (0.0, 1.0)}
     assert times[0.0] < times[1.0]  # an order for no messages at all, run with them
@@ -294,3 +294,40 @@ def test_early_forwards_are_weighted_by_their_work() -> None:
     state = settle(t, Policy("", rules(t)["backward first"], 1.0, 2), 8, 8, True, 10)
     assert state.early == pytest.approx(sum(8 * s * f / 1.5 for s, f in zip(state.shares, costs.forward, strict=True)))
     assert 0 < state.shares[0] < 1
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_durations_that_differ_by_chance_cost_no_more_than_their_difference(microbatches: int) -> None:
+    generator = Generator(microbatches)
+    apart = 0.02
+
+    def jittered(durations: list[float]) -> tuple[float, ...]:
+        return tuple(duration * (1 + apart * (generator.unit() - 0.5)) for duration in durations)
+
+    # As is measured: the first stage passes no gradient on, and the two halves of a backward are nearly alike.
+    means = [1.0] * 4, [0.0, 0.98, 0.98, 0.98], [1.93, 0.95, 0.95, 0.95]
+    for message in (0.005, 0.01, 0.02, 0.03, 0.04):
+        forward, inputs, weights = (jittered(row) for row in means)
+        whole = tuple(a + b for a, b in zip(inputs, weights, strict=True))
+        costs = Costs(forward, whole, inputs, weights, message, 0.01, 0.02)
+        t = Tables(Placement(4, 2), 2, costs, True)
+        found = choose(t, microbatches, True, True, tolerance=0.01)
+        busiest = max(
+            sum(t.forward[slot] + t.backward[slot] + t.weight[slot] for slot in range(8) if t.device[slot] == device)
+            for device in range(4)
+        )
+        assert busiest * microbatches / 2 >= (0.98 - apart) * found.state.time
+
+
+def test_what_is_nearly_the_same_is_taken_to_be_the_same_and_nothing_else() -> None:
+    costs = Costs((1.0, 1.04, 1.5), (2.1, 2.0, 3.0), (1.08, 0.9, 1.5), (1.02, 1.1, 1.5), 0.1)
+    even = costs.evened(True)
+    near = sum((1.0, 1.04, 1.08, 0.9, 1.02, 1.1)) / 6
+    assert even.forward == even.input_grad == even.weight_grad == pytest.approx((near, near, 1.5))
+    assert even.message == costs.message
+    assert costs.evened(False).backward == pytest.approx((2.05, 2.05, 3.0))
+    t = Tables(Placement(3, 1), 2, costs, True)
+    assert t.taken_as(1.0, True).mean_forward == pytest.approx(t.mean_forward, rel=0.02)
+    assert t.taken_as(1.0, True) is t.taken_as(1.0, True)
+    uniform = tables(4, 2, 3)
+    assert uniform.taken_as(1.0, True) is uniform

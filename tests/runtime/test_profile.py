@@ -95,6 +95,18 @@ def test_times_of_halves_are_told_apart_and_layers_that_only_differ_in_a_setting
         assert unit.weight_grad > 1.2 * unit.input_grad
 
 
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_stage_passes_a_gradient_on_where_the_profile_says_so(frozen: int) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(5)]
+    for layer in layers[:frozen]:
+        layer.requires_grad_(False)
+    model = Chain(*layers)
+    profile = profiled(model, vectors(), seconds=0.0)
+    for cut, boundary in enumerate(profile.boundaries):
+        trained_before = {index for unit in profile.units[: cut + 1] for index in unit.parameters}
+        assert boundary.gradient == any(profile.weights[index].gradient for index in trained_before)
+
+
 def test_alike_blocks_are_measured_once() -> None:
     layers = [Counted(nn.Linear(WIDTH, WIDTH)) for _ in range(48)]
     model = Chain(*layers)
