@@ -34,7 +34,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from peers import SAMPLES, SCHEDULES, WIDTH, Case, Row, SleepingLayer, measure_all, row
+from peers import SAMPLES, SCHEDULES, WIDTH, Case, Row, SleepingLayer, measure_all, row, spread
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -144,7 +144,7 @@ def table(rows: Iterable[Row]) -> str:
     width = 10 if all(len(values) == 1 for found in cells.values() for values in found.values()) else 22
     lines = [f"{'':<30}" + "".join(f"{f'M={number}':>{width}}" for number in columns)]
     for name, found in cells.items():
-        texts = (spread(found[n]) if n in found else "-" for n in columns)
+        texts = (spread(found[n], 3) if n in found else "-" for n in columns)
         lines.append(f"{name:<30}" + "".join(f"{text:>{width}}" for text in texts))
     peers = [name for name in cells if name not in SETTINGS]
     if NAME in cells and peers:
@@ -153,13 +153,6 @@ def table(rows: Iterable[Row]) -> str:
         ratios = (f"{medians[NAME][n] / best[n]:.2f}" for n in columns)
         lines.append(f"{'times the best peer':<30}" + "".join(f"{ratio:>{width}}" for ratio in ratios))
     return "\n".join(lines)
-
-
-def spread(values: list[float]) -> str:
-    """The smallest, the median and the largest; the value if there is one."""
-    if len(values) == 1:
-        return f"{values[0]:.3f}"
-    return " / ".join(f"{value:.3f}" for value in (min(values), statistics.median(values), max(values)))
 
 
 def main() -> None:

@@ -199,6 +199,12 @@ def measure_all(
                 yield measure(case)
 
 
+def spread(values: list[float], digits: int) -> str:
+    """The smallest, the median and the largest; the value if there is one."""
+    shown = values if len(values) == 1 else (min(values), statistics.median(values), max(values))
+    return " / ".join(f"{value:,.{digits}f}" for value in shown)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Utilisation of torch.distributed.pipelining.")
     parser.add_argument("--devices", type=int, default=4)

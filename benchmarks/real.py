@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from memory import MB, Block, forget_peak, resident
-from peers import V_SHAPED, free_port
+from peers import V_SHAPED, free_port, spread
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -209,11 +209,6 @@ def measure(case: str, args: argparse.Namespace) -> tuple[float, float]:
             raise SystemExit(f"{case} failed")
         ranks = [json.loads(path.read_text()) for path in Path(directory).glob("result*.*")]
     return max(rank["seconds"] for rank in ranks) / copies, max(rank["memory"] for rank in ranks)
-
-
-def spread(values: list[float], digits: int) -> str:
-    """The smallest, the median and the largest."""
-    return " / ".join(f"{value:,.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
 
 
 def main() -> None:

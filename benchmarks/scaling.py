@@ -21,31 +21,24 @@ import argparse
 import math
 import time
 
-from schedules import MESSAGE
+from schedules import MESSAGE, settled
 
 from lightning_asyncpipe.plan.choice import Request, choose_plan
 from lightning_asyncpipe.plan.costs import Costs
 from lightning_asyncpipe.plan.geometry import resolve
-from lightning_asyncpipe.plan.placement import Placement
 from lightning_asyncpipe.plan.profile import Boundary, Link, ModelProfile, Unit, Weights
 from lightning_asyncpipe.plan.schedule import Planner, SegmentSpec
-from lightning_asyncpipe.plan.simulator import simulate
 
 WIDTH, LENGTH, VOCABULARY = 2048, 1024, 50257
 FLOPS, LINK = 100e12, Link(10e-6, 20e9)
 SEGMENTS, SETTLED = 8, 3
 
 
-def settled(planner: Planner, placement: Placement, costs: Costs, microbatches: int) -> tuple[float, float, float]:
-    """Utilisation and the share of early forwards once nothing changes, and seconds of planning the first segment."""
+def planning_seconds(planner: Planner, microbatches: int) -> float:
+    """Processor time of planning the first segment."""
     started = time.process_time()
-    plans = [planner.segment(SegmentSpec(microbatches, microbatches, updated=False))]
-    seconds = time.process_time() - started
-    while len(plans) < SEGMENTS:
-        plans.append(planner.segment(SegmentSpec(microbatches, microbatches, plans[-1].carry)))
-    early = sum(sum(plan.carry) for plan in plans[SETTLED:]) / (SEGMENTS - SETTLED)
-    utilisation = simulate(placement, plans, costs).steady_utilisation(SETTLED)
-    return utilisation, early / microbatches / placement.num_stages, seconds
+    planner.segment(SegmentSpec(microbatches, microbatches, updated=False))
+    return time.process_time() - started
 
 
 def growth(sizes: list[int]) -> None:
@@ -57,7 +50,8 @@ def growth(sizes: list[int]) -> None:
             placement, costs = geometry.placement, Costs.uniform(devices, message=MESSAGE)
             for microbatches in [m for m in (devices, 2 * devices, 4 * devices, 256) if m <= 256]:
                 planner = Planner(placement, geometry.max_in_flight, costs, True)
-                utilisation, early, seconds = settled(planner, placement, costs, microbatches)
+                seconds = planning_seconds(planner, microbatches)
+                utilisation, early = settled(planner, microbatches, SEGMENTS, SETTLED)
                 print(
                     f"{devices:3d} {pipelines:3d} {geometry.max_in_flight:3d} {microbatches:4d} |"
                     f"     {utilisation:.3f}     {early:.3f}   {seconds:5.2f} s |"
@@ -100,8 +94,7 @@ def paper_scale() -> None:
                 microbatches = factor * devices
                 request = Request(devices, "auto", microbatches, "auto", split_backward=True)
                 chosen = choose_plan(profile, request)
-                costs = profile.costs(chosen.cuts, chosen.geometry.placement)
-                _, early, _ = settled(chosen.planner, chosen.geometry.placement, costs, microbatches)
+                _, early = settled(chosen.planner, microbatches, SEGMENTS, SETTLED)
                 utilisation = microbatches * math.fsum(profile.work()) / devices / chosen.step_seconds
                 print(
                     f"{blocks:6d} {devices:2d} {microbatches:4d} | {chosen.geometry.num_pipelines:d} "

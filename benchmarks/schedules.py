@@ -90,20 +90,37 @@ def planning(devices: int = 32, units: int = 200) -> None:
                 print(f"{pipelines:>5} {microbatches:>4}  {name:<9} {took:>8.2f}  {share:.3f}", flush=True)
 
 
+def equal_segments(planner: Planner, microbatches: int, ahead: int, count: int) -> list[SegmentPlan]:
+    """Plans of equal segments one after another, each followed by a step.
+
+    Args:
+        planner: plans them.
+        microbatches: of each segment.
+        ahead: micro-batches of the next one that may be started.
+        count: how many segments.
+    """
+    plans: list[SegmentPlan] = []
+    for index in range(count):
+        carry = plans[-1].carry if plans else ()
+        plans.append(planner.segment(SegmentSpec(microbatches, ahead, carry, updated=index > 0)))
+    return plans
+
+
+def settled(planner: Planner, microbatches: int, segments: int, first: int) -> tuple[float, float]:
+    """Utilisation of so many equal segments with look-ahead, and the share of early forwards, from the `first` on."""
+    plans = equal_segments(planner, microbatches, microbatches, segments)
+    early = sum(sum(plan.carry) for plan in plans[first:]) / (segments - first)
+    utilisation = simulate(planner.placement, plans, planner.costs).steady_utilisation(first)
+    return utilisation, early / microbatches / planner.placement.num_stages
+
+
 def window(
     devices: int, pipelines: int, in_flight: int, split: bool, microbatches: int, message: float
 ) -> tuple[float, float]:
     """Utilisation of equal segments with a step after each, and the share of early forwards."""
     placement = Placement(devices, pipelines)
     costs = Costs.uniform(devices, message=message)
-    planner = Planner(placement, in_flight, costs, split)
-    segments: list[SegmentPlan] = []
-    for index in range(12):
-        carry = segments[-1].carry if segments else ()
-        segments.append(planner.segment(SegmentSpec(microbatches, microbatches, carry, updated=index > 0)))
-    result = simulate(placement, segments, costs)
-    early = sum(sum(plan.carry) for plan in segments[4:]) / len(segments[4:])
-    return result.steady_utilisation(4), early / microbatches / devices
+    return settled(Planner(placement, in_flight, costs, split), microbatches, 12, 4)
 
 
 def streams(sizes: list[int]) -> None:

@@ -2,19 +2,19 @@
 
 What happens where: the arguments become a :class:`Geometry`; ``setup`` sees the first batch, cuts the model and builds
 the executor (``integration.assembly``); each ``training_step`` of Lightning's loop runs one segment
-(``integration.steps``); ``backward`` hands the window's gradients to the optimizer; the owners step; checkpoints are
-put together from the owners (``integration.checkpoint``).
+(``integration.steps``); ``backward`` hands the window's gradients to the optimizer; the owners step.
+
+What is a subject of its own lies in the classes below: the processes and how they talk (``integration.connected``), the
+plan and what came of it (``integration.planned``), saving and loading (``integration.checkpointed``).
 """
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -30,10 +30,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_asyncpipe._private import preserve_versions
-from lightning_asyncpipe.errors import PipelineError
-from lightning_asyncpipe.integration import guards, internals, partitioning, resuming, sameness, saved_plans, sharded
+from lightning_asyncpipe.integration import guards, internals, sameness
 from lightning_asyncpipe.integration.advice import UnneededAdvice
-from lightning_asyncpipe.integration.afterwards import together
 from lightning_asyncpipe.integration.assembly import (
     Assembly,
     EvaluationAssembly,
@@ -41,42 +39,34 @@ from lightning_asyncpipe.integration.assembly import (
     assemble,
     assemble_evaluation,
 )
-from lightning_asyncpipe.integration.checkpoint import check_complete, leave_incomplete, load_hosted, load_whole
+from lightning_asyncpipe.integration.checkpoint import check_complete, leave_incomplete
+from lightning_asyncpipe.integration.checkpointed import CheckpointedStrategy
 from lightning_asyncpipe.integration.clipping import GlobalNorms, reduce_with
-from lightning_asyncpipe.integration.connected import ConnectedStrategy, StartMethod
+from lightning_asyncpipe.integration.connected import StartMethod
 from lightning_asyncpipe.integration.device_messages import MessageBackend
+from lightning_asyncpipe.integration.early_weights import choose_early_weights, make_stash
 from lightning_asyncpipe.integration.evaluation_setup import Evaluation
-from lightning_asyncpipe.integration.files import AtomicCheckpointIO, local_path
-from lightning_asyncpipe.integration.launchers import ProcessLauncher
 from lightning_asyncpipe.integration.lookahead import install, seed_workers
 from lightning_asyncpipe.integration.materialise import DeferredModel
-from lightning_asyncpipe.integration.optimizers import LearningRates, OwnedOptimizer
-from lightning_asyncpipe.integration.partitioning import Partition
+from lightning_asyncpipe.integration.optimizers import OwnedOptimizer
 from lightning_asyncpipe.integration.parts import explain
 from lightning_asyncpipe.integration.precision import agreed_overflow, check_precision
-from lightning_asyncpipe.integration.resuming import Randomness
+from lightning_asyncpipe.integration.process_launcher import ProcessLauncher
 from lightning_asyncpipe.integration.steps import Executor
-from lightning_asyncpipe.plan.geometry import Geometry, resolve
+from lightning_asyncpipe.plan.geometry import Geometry
 from lightning_asyncpipe.plan.memory import EarlyWeights
-from lightning_asyncpipe.plan.saved import write_plan
 from lightning_asyncpipe.plan.schedule import Planner
 from lightning_asyncpipe.runtime.engine import Engine
 from lightning_asyncpipe.runtime.exchange import WeightExchange
-from lightning_asyncpipe.runtime.extrapolation import Extrapolation
 from lightning_asyncpipe.runtime.forwards import ForwardEngine, ForwardExecutor
 from lightning_asyncpipe.runtime.ownership import Ownership
-from lightning_asyncpipe.runtime.prediction import Prediction
 from lightning_asyncpipe.runtime.stages import StageRunner
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
-from lightning_asyncpipe.runtime.standpoint import SAVES
 from lightning_asyncpipe.runtime.stash import WeightStash
 from lightning_asyncpipe.runtime.timeline import Ledger, Spent
-from lightning_asyncpipe.runtime.update_rules import UpdateRules, is_known, tells_weights
-
-_SAVE = "trainer.save_checkpoint"
 
 
-class AsyncMultiPipeStrategy(ConnectedStrategy):
+class AsyncMultiPipeStrategy(CheckpointedStrategy):
     """Bounded-asynchronous, multi-directional pipeline parallelism (AMDP, arXiv 2605.29664) for a LightningModule.
 
     Args:
@@ -138,84 +128,38 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
-            process_group_backend,
-            timeout,
-            start_method,
-            message_backend,
+            numbers={
+                "num_stages": num_stages,
+                "num_pipelines": num_pipelines,
+                "num_microbatches": num_microbatches,
+                "max_in_flight": max_in_flight,
+                "data_parallel_size": data_parallel_size,
+            },
+            max_staleness=max_staleness,
+            weight_stash=weight_stash,
+            staleness_correction=staleness_correction,
+            split_backward=split_backward,
+            cuts=cuts,
+            partition=partition,
+            memory_limit=memory_limit,
+            plan=plan,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            message_backend=message_backend,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        guards.check_arguments(
-            max_staleness, weight_stash, staleness_correction, split_backward, cuts, timeout, start_method
-        )
-        partitioning.check_arguments(partition, memory_limit, plan, cuts)
-        self.max_staleness = max_staleness
-        self.weight_stash = weight_stash
-        self.staleness_correction = staleness_correction
-        self.split_backward = split_backward
-        self.cuts = cuts
-        self.partition = partition
-        self.memory_limit = memory_limit
-        self.plan = plan
-        self._asked = guards.checked_numbers(
-            num_stages=num_stages,
-            num_pipelines=num_pipelines,
-            num_microbatches=num_microbatches,
-            max_in_flight=max_in_flight,
-            data_parallel_size=data_parallel_size,
-        )
-        self.save_distributed_checkpoint = save_distributed_checkpoint
-        self._assembly: Assembly | None = None
-        self._evaluated: EvaluationAssembly | None = None
-        self._partition: Partition | None = None
         self.deferred = DeferredModel()
-        self._finished: Assembly | None = None
+        self._evaluated: EvaluationAssembly | None = None
         self._advice: UnneededAdvice | None = None
-        self._owned: list[OwnedOptimizer] = []
-        self._statistics: dict[str, Any] = {}
         self.final_state: dict[str, Any] | None = None
-        self.resumed: Randomness | None = None
-        self.resumed_plan: Any = None
-        self._weights_to_load: Mapping[str, Any] | None = None
-
-    # The plan's numbers
-
-    @property
-    def geometry(self) -> Geometry:
-        """The resolved numbers of devices, pipelines and micro-batches; from ``setup`` on those of the plan.
-
-        Raises:
-            MisconfigurationException: if the arguments do not fit each other or the world size.
-        """
-        if self._partition is not None:
-            return self._partition.geometry
-        return self.resolved()
-
-    def resolved(self, split_backward: bool = False) -> Geometry:
-        """As :attr:`geometry`; with split backwards, fewer micro-batches need to be in flight."""
-        try:
-            return resolve(self._placed_processes, **self._asked, split_backward=split_backward)
-        except ValueError as error:
-            raise MisconfigurationException(str(error)) from None
-
-    def asked_numbers(self) -> dict[str, Any]:
-        """D, N, M and w as the user gave them, "auto" included."""
-        return {name: value for name, value in self._asked.items() if name != "data_parallel_size"}
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks of a replica see the same samples."""
-        geometry = self.geometry
-        return {"num_replicas": geometry.replicas, "rank": self.global_rank // geometry.num_stages}
 
     # Setting up
-
-    def setup_environment(self) -> None:
-        self.resumed, self.resumed_plan, self._weights_to_load = None, None, None
-        super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -251,6 +195,29 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         check_precision(self.precision_plugin)
         if self.world.size > 1:
             guards.leave_exceptions_unsaved(trainer)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: what is built in it has no memory, and each rank later fills what it hosts."""
+        with self.deferred.building():
+            yield
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        with guards.one_optimizer():
+            super().setup_optimizers(trainer)
+        guards.check_optimizers(self.optimizers)
+        if self.staleness_correction == "predict" and self.early_weights == "extrapolated":
+            guards.note_unpredictable(self.optimizers)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        seed_workers(dataloader, self.global_rank // self.geometry.num_stages)
+        return dataloader
+
+    # What runs the pipelines
 
     def hosted_by_this_process(self, ownership: Ownership) -> frozenset[str]:
         """Names of the parameters that this process keeps."""
@@ -300,55 +267,21 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
     def _stash(
         self, runner: StageRunner, parameters: dict[str, nn.Parameter], owned: frozenset[str]
     ) -> WeightStash | None:
-        """The weights of early forwards, None for the live ones."""
         stages = runner.program.parameters
-        if self.early_weights == "stash":
-            return WeightStash(parameters, stages)
-        if self.early_weights == "live":
-            return None
-        rates = LearningRates(self.optimizers, parameters)
-        if self.early_weights in ("predicted", "stepped"):
-            return Prediction(parameters, stages, rates.of, UpdateRules(parameters, rates.places), owned)
-        return Extrapolation(parameters, stages, rates.of)
+        return make_stash(self.early_weights, self.optimizers, stages, parameters, owned)
 
     @property
     def early_weights(self) -> EarlyWeights:
         """What early forwards run on."""
-        if self.weight_stash:
-            return "stash"
-        if self.staleness_correction == "none" or not self.max_staleness:
-            return "live"
-        if self.staleness_correction == "extrapolate" or not all(map(is_known, self.optimizers)):
-            return "extrapolated"
-        return "stepped" if all(map(tells_weights, self.optimizers)) else "predicted"
+        correction = self.staleness_correction if self.max_staleness else "none"
+        return choose_early_weights(self.weight_stash, correction, self.optimizers)
 
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model``: what is built in it has no memory, and each rank later fills what it hosts."""
-        with self.deferred.building():
-            yield
-
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        with guards.one_optimizer():
-            super().setup_optimizers(trainer)
-        guards.check_optimizers(self.optimizers)
-        if self.staleness_correction == "predict" and self.early_weights == "extrapolated":
-            guards.note_unpredictable(self.optimizers)
-
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.to(self.root_device)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        seed_workers(dataloader, self.global_rank // self.geometry.num_stages)
-        return dataloader
+    # Training
 
     def _require_assembly(self) -> Assembly:
         if self._assembly is None:
             raise MisconfigurationException(f"{type(self).__name__} is not set up: call `Trainer.fit` first")
         return self._assembly
-
-    # Training
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one segment; what comes back is the same on every rank."""
@@ -399,6 +332,19 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
         assembly.steps.flush()
         self._statistics = assembly.collect_statistics()
 
+    def staleness_counts(self) -> dict[tuple[int, int], int]:
+        """How often backwards of this rank met newer weights than their forwards, until now; for callbacks.
+
+        Returns:
+            For each (stage, updates between forward and backward) the number of micro-batches.
+        """
+        return dict(self._require_assembly().executor.staleness.counts)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank has spent its time on until now; for callbacks."""
+        return self._require_assembly().executor.ledger
+
     # Validation, testing, prediction
 
     def _evaluation(self) -> Evaluation:
@@ -445,145 +391,6 @@ class AsyncMultiPipeStrategy(ConnectedStrategy):
 
     def on_predict_end(self) -> None:
         self._evaluation().end()
-
-    def statistics(self) -> dict[str, Any]:
-        """What was measured in the last ``fit``: utilisation, staleness counts, micro-batches, steps.
-
-        The same on every rank, available once ``fit`` has ended.
-        """
-        return dict(self._statistics)
-
-    def describe(self) -> dict[str, Any]:
-        """The plan of the running or last ``fit`` as plain data: stages, devices, predicted times and memory.
-
-        What was not measured is None. The same on every rank.
-        """
-        return copy.deepcopy(self._require_partition().description)
-
-    def save_plan(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan of the running or last ``fit`` to a file, on rank 0, for ``plan=path`` in another run."""
-        if self.is_global_zero:
-            assert self.lightning_module is not None
-            write_plan(path, saved_plans.saved_plan(self, self._require_partition(), self.lightning_module))
-
-    def _plan_to_save(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        way = partitioning.way_of(self)
-        return saved_plans.checkpoint_entry(self, self._require_partition(), self.lightning_module, way)
-
-    def outcome(self) -> dict[str, Any]:
-        """What :meth:`statistics`, :meth:`describe` and :meth:`save_plan` need in a main process that is no rank."""
-        return {"statistics": self._statistics, "plan": self._require_partition().to_message()}
-
-    def take_outcome(self, outcome: Mapping[str, Any]) -> None:
-        """Go on from the :meth:`outcome` of the rank that has run."""
-        self._statistics, self._partition = outcome["statistics"], Partition.from_message(outcome["plan"])
-
-    def _require_partition(self) -> Partition:
-        if self._partition is None:
-            raise MisconfigurationException(
-                f"{type(self).__name__} has no plan yet: it is made at the start of `Trainer.fit`"
-            )
-        return self._partition
-
-    def use_partition(self, partition: Partition) -> None:
-        """From now on run this plan."""
-        self._partition = partition
-
-    def staleness_counts(self) -> dict[tuple[int, int], int]:
-        """How often backwards of this rank met newer weights than their forwards, until now; for callbacks.
-
-        Returns:
-            For each (stage, updates between forward and backward) the number of micro-batches.
-        """
-        return dict(self._require_assembly().executor.staleness.counts)
-
-    @property
-    def ledger(self) -> Ledger:
-        """What this rank has spent its time on until now; for callbacks."""
-        return self._require_assembly().executor.ledger
-
-    # Checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model on rank 0, or this rank's part; a flush point, since what is saved must be able to go on."""
-        assert self.lightning_module is not None
-        if self._has_failed:
-            raise PipelineError(
-                "the weights cannot be saved: training has failed, and every process holds a part of them only. Go on "
-                "from the last checkpoint."
-            )
-        if self._assembly is not None:
-            self.meet(SAVES)
-            self._assembly.steps.flush()
-            if not self.save_distributed_checkpoint:
-                return self._assembly.whole.state_dict()
-        assembly = self._assembly or self._finished
-        if self.save_distributed_checkpoint and assembly is not None:
-            return assembly.whole.part()
-        return self.lightning_module.state_dict() if self.is_global_zero else {}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        for owned in self._owned:
-            if owned.optimizer is getattr(optimizer, "_optimizer", optimizer):
-                assembly = self._assembly or self._finished
-                assert assembly is not None
-                if self.save_distributed_checkpoint:
-                    return owned.full_state([owned.local_state()])
-                with together(_SAVE, over=self._assembly is None):
-                    return assembly.whole.optimizer_state(owned)
-        raise MisconfigurationException("this optimizer is not one that `configure_optimizers` returned")
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """What reads and writes checkpoints: files that are whole at every moment, unless another plugin is given."""
-        return internals.io_or_default(self._checkpoint_io, AtomicCheckpointIO)
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        assembly = self._assembly or self._finished
-        if assembly is not None and "optimizer_states" in checkpoint:
-            own = {"parameters": [owned.order for owned in self._owned], "plan": self._plan_to_save()}
-            checkpoint[resuming.KEY] = {**assembly.steps.random_states().to_dict(), **own}
-        if not self.save_distributed_checkpoint:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        guards.check_distributed_save(self._checkpoint_io, storage_options)
-        names = {name: name for name in checkpoint["state_dict"]} if assembly is None else assembly.whole.names()
-        with together(_SAVE, over=self._assembly is None):
-            sharded.save(checkpoint, Path(self.broadcast(str(filepath))), self.world, names)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """The whole checkpoint, on every rank; what a rank does not host it lets go of in ``setup``."""
-        path = self.broadcast(str(checkpoint_path))
-        folder = local_path(path)
-        if folder is not None and folder.is_dir():
-            assert self.lightning_module is not None
-            checkpoint = sharded.load(folder, self.lightning_module, weights_only)
-        else:
-            checkpoint = super().load_checkpoint(path, weights_only)
-        self.resumed, self.resumed_plan = resuming.Randomness.of(checkpoint, path), resuming.plan_of(checkpoint)
-        return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        state = checkpoint["state_dict"]
-        self._weights_to_load = None if load_whole(self.lightning_module, state, strict) else state
-
-    def load_weights(self) -> None:
-        """Load what a checkpoint holds of weights for which there was no memory when it was read."""
-        state, self._weights_to_load = self._weights_to_load, None
-        if state is not None:
-            assert self.lightning_module is not None
-            load_hosted(self.lightning_module, state)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for owned, state in zip(self._owned, checkpoint["optimizer_states"], strict=True):
-            owned.load_full_state(state)
-            _optimizers_to_device([owned.optimizer], self.root_device)
 
     # The end
 

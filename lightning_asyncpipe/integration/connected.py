@@ -29,7 +29,8 @@ from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration import collectives, device_messages, guards
 from lightning_asyncpipe.integration.afterwards import together
 from lightning_asyncpipe.integration.device_messages import MessageBackend
-from lightning_asyncpipe.integration.launchers import PopenLauncher, ProcessLauncher
+from lightning_asyncpipe.integration.popen_launcher import PopenLauncher
+from lightning_asyncpipe.integration.process_launcher import ProcessLauncher
 from lightning_asyncpipe.integration.terminal import quieten
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.geometry import Geometry

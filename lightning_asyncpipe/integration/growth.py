@@ -16,12 +16,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_asyncpipe.errors import PipelineError
 from lightning_asyncpipe.integration.outputs import MicroBatchOutput, detached
-from lightning_asyncpipe.runtime.step_state import plain_entries
+from lightning_asyncpipe.runtime.step_state import SET_IN_STEPS, plain_entries
 
 _SIZED = (dict, defaultdict, Counter, OrderedDict)  # attributes of these types change when what they hold does
 _MISSING = object()
 _EMPTY: tuple[int, int, dict[Any, Any]] = (0, 0, {})
-_NOT_THE_USERS = ("_hparams", "_metric_attributes", "log")  # what Lightning sets, or this package, in a step
 
 
 class _Before(NamedTuple):
@@ -101,7 +100,7 @@ class GrowthWatch:
             was = before.get(name, _MISSING)
             if value is was and type(value) not in _SIZED:
                 continue
-            if name in self._named or name in _NOT_THE_USERS or isinstance(value, (list, deque)):
+            if name in self._named or name in SET_IN_STEPS or isinstance(value, (list, deque)):
                 continue
             if (sizes.get(name) == _size(value)) if type(value) in _SIZED else _same(was, value):
                 continue

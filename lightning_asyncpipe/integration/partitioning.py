@@ -21,6 +21,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_asyncpipe.errors import CutError
+from lightning_asyncpipe.integration.early_weights import update_rules
 from lightning_asyncpipe.integration.measurements import memory_of, optimizer_costs
 from lightning_asyncpipe.integration.plan_quality import poor, stage_work
 from lightning_asyncpipe.integration.precision import shared_copies
@@ -47,6 +48,7 @@ from lightning_asyncpipe.runtime.proof import confirm, prove, proven_program
 from lightning_asyncpipe.runtime.stages import StageTask
 
 if TYPE_CHECKING:
+    from lightning_asyncpipe.integration.planned import PlannedStrategy
     from lightning_asyncpipe.strategy import AsyncMultiPipeStrategy
 
 Way = Literal["profile", "operations"]
@@ -131,7 +133,7 @@ def check_arguments(partition: str, memory_limit: int | None, plan: object, cuts
         )
 
 
-def way_of(strategy: AsyncMultiPipeStrategy) -> Way:
+def way_of(strategy: PlannedStrategy) -> Way:
     """How to partition; what measures is left out where two runs should be the same to the last bit."""
     way: str = strategy.partition
     if way == "auto":
@@ -303,6 +305,7 @@ class PartitionMaker:
             samples=self.samples[0],
             timed=timed,
             copies=partial(shared_copies, self.strategy.precision_plugin, self.module),
+            gain_bytes=update_rules(self.strategy.optimizers, dict(self.module.named_parameters())).gain_bytes,
         )
         forward = sum(unit.forward for unit in profile.units) / self.geometry.num_stages
         profile = replace(profile, link=self.link or Link(MESSAGE_SHARE * forward, BANDWIDTH))

@@ -18,12 +18,12 @@ from lightning_asyncpipe.plan.saved import PlanError, check_form, differences, p
 
 if TYPE_CHECKING:
     from lightning_asyncpipe.integration.partitioning import Partition
-    from lightning_asyncpipe.strategy import AsyncMultiPipeStrategy
+    from lightning_asyncpipe.integration.planned import PlannedStrategy
 
 NAME = "the plan in the checkpoint"
 
 
-def target_of(strategy: AsyncMultiPipeStrategy, module: nn.Module) -> dict[str, Any]:
+def target_of(strategy: PlannedStrategy, module: nn.Module) -> dict[str, Any]:
     """What a plan is for."""
     kind = type(module)
     return {
@@ -36,21 +36,19 @@ def target_of(strategy: AsyncMultiPipeStrategy, module: nn.Module) -> dict[str, 
     }
 
 
-def saved_plan(strategy: AsyncMultiPipeStrategy, partition: Partition, module: nn.Module) -> dict[str, Any]:
+def saved_plan(strategy: PlannedStrategy, partition: Partition, module: nn.Module) -> dict[str, Any]:
     """The content of a file for a plan."""
     description = {k: v for k, v in partition.description.items() if k not in ("cuts", "planned_by")}
     cuts = partition.description["cuts"]
     return plan_content(target_of(strategy, module), partition.geometry, cuts, partition.costs, description)
 
 
-def checkpoint_entry(
-    strategy: AsyncMultiPipeStrategy, partition: Partition, module: nn.Module, way: str
-) -> dict[str, Any]:
+def checkpoint_entry(strategy: PlannedStrategy, partition: Partition, module: nn.Module, way: str) -> dict[str, Any]:
     """What a checkpoint holds of the plan: the content of a file, and the options that it was made under."""
     return {**saved_plan(strategy, partition, module), "options": _options(strategy, way)}
 
 
-def plan_to_resume(entry: Any, strategy: AsyncMultiPipeStrategy, module: nn.Module, way: str) -> dict[str, Any] | None:
+def plan_to_resume(entry: Any, strategy: PlannedStrategy, module: nn.Module, way: str) -> dict[str, Any] | None:
     """The content of a checkpoint's plan if it is one for this run; None, with a note that says why, if it is not.
 
     Args:
@@ -82,7 +80,7 @@ def _capitalised(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def _options(strategy: AsyncMultiPipeStrategy, way: str) -> dict[str, Any]:
+def _options(strategy: PlannedStrategy, way: str) -> dict[str, Any]:
     """What the user decided of the things that a plan depends on."""
     asked = strategy.asked_numbers()
     resolved = strategy.resolved()

@@ -11,7 +11,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from lightning_asyncpipe.integration.launchers import PopenLauncher
+from lightning_asyncpipe.integration.popen_launcher import PopenLauncher
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:

@@ -22,14 +22,15 @@ EarlyWeights = Literal["live", "stash", "extrapolated", "predicted", "stepped"]
 for which the weights before it are kept as well, or also by gradients, for which their gains are kept, too; or one that
 owners work out from the optimizer's state, so that only others keep anything."""
 
-_COPIES: dict[EarlyWeights, tuple[int, int]] = {
-    "live": (0, 0),
-    "stash": (0, 0),
-    "extrapolated": (1, 1),
-    "predicted": (2, 2),
-    "stepped": (0, 2),
+_KEPT: dict[EarlyWeights, tuple[str, ...]] = {
+    "live": (),
+    "stash": (),
+    "extrapolated": ("nbytes",),
+    "predicted": ("nbytes", "gains"),
+    "stepped": ("nbytes", "gains"),
 }
-"""Copies of the trained weights that a device keeps all the time: of those that it owns, and of the others."""
+"""What a device keeps all the time of the weights that are trained, where they are "stepped" of those that others own:
+a copy, and gains; see :class:`Weights`."""
 
 Held = tuple[tuple[int, int], ...]
 """Micro-batches that a device holds at some moment: (stage, how many)."""
@@ -142,15 +143,16 @@ def predict(
         mine = frozenset().union(*(stages[s].parameters for s in placement.hosted(device)))
         weights, sums = profile.total(mine, "nbytes"), profile.total(mine, "gradient")
 
-        def share(kind: str, mine: frozenset[int] = mine) -> int:
-            """Bytes of what it owns."""
-            return sum(getattr(profile.weights[i], kind) // (len(hosts[i]) * replicas) for i in mine)
-
         trained = frozenset(i for i in mine if profile.weights[i].gradient)
-        owned = sum(profile.weights[i].nbytes // (len(hosts[i]) * replicas) for i in trained)
-        state, owned_sums = share("state"), share("gradient")
-        of_owned, of_others = _COPIES[early_weights]
-        copies = of_owned * owned + of_others * (profile.total(trained, "nbytes") - owned)
+
+        def share(kind: str, trained: frozenset[int] = trained) -> int:
+            """Bytes of what it owns."""
+            return sum(getattr(profile.weights[i], kind) // (len(hosts[i]) * replicas) for i in trained)
+
+        owned, state, owned_sums = share("nbytes"), share("state"), share("gradient")
+        copies = sum(profile.total(trained, kind) for kind in _KEPT[early_weights])
+        if early_weights == "stepped":
+            copies -= sum(map(share, _KEPT[early_weights]))
         early = frozenset[int]().union(*(stages[stage].parameters for stage, n in held.between[device] if n))
         if early_weights != "live":
             copies += profile.total(trained.intersection(early), "nbytes")

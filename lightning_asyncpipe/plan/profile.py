@@ -68,6 +68,7 @@ class Weights:
         gradient: bytes of the sum of its gradients; 0 if it is not trained.
         state: bytes of its optimizer's state.
         copy: bytes of the low-precision copy that all micro-batches share; 0 if there is none.
+        gains: bytes of what tells an update of its optimizer from a gradient; 0 if nothing has to be kept for that.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Weights:
     gradient: int = 0
     state: int = 0
     copy: int = 0
+    gains: int = 0
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ class ModelProfile:
         return self.link.seconds(max(sum(nbytes[s] * (1 - 1 / shares[s]) for s in numbers) for numbers in hosted))
 
     def total(self, parameters: frozenset[int], kind: str) -> int:
-        """The sum over some parameters of ``"numel"``, ``"nbytes"``, ``"gradient"``, ``"state"`` or ``"copy"``."""
+        """The sum over some parameters of a size: ``"nbytes"``, ``"gradient"`` or another of :class:`Weights`."""
         return sum(getattr(self.weights[index], kind) for index in parameters)
 
     def scaled(self, samples: int) -> ModelProfile:

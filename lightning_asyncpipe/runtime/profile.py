@@ -315,6 +315,7 @@ def profile_model(
     seconds: float = SECONDS,
     timed: bool = True,
     copies: Callable[[StageProgram], WeightCopies | None] = lambda program: None,
+    gain_bytes: Callable[[str], int] = lambda name: 0,
 ) -> ModelProfile:
     """Measure all units of a step on this device.
 
@@ -334,6 +335,7 @@ def profile_model(
         timed: False: count the operations of the trace instead of measuring times, so that the same model and
             micro-batch give the same profile everywhere; a second stands for a billion of them.
         copies: makes what shares low-precision copies of weights among micro-batches; None where nothing does.
+        gain_bytes: bytes of what is kept of a trained parameter's preconditioner, by name.
 
     Returns:
         The profile, but for the link between devices. Units that do the same operations on
@@ -369,7 +371,9 @@ def profile_model(
     for found, parameters in zip(measured, profiler.program.parameters, strict=True):
         for name, nbytes in zip(parameters, found.copied, strict=True):
             copied[name] = max(nbytes, copied.get(name, 0))
-    weights = tuple(_weights(name, profiler.parameters[name], state_bytes, copied.get(name, 0)) for name in names)
+    weights = tuple(
+        _weights(name, profiler.parameters[name], state_bytes, copied.get(name, 0), gain_bytes) for name in names
+    )
     return ModelProfile(
         units,
         tuple(replace(boundary, kept=keep) for boundary, keep in zip(boundaries, kept, strict=True)),
@@ -385,7 +389,9 @@ def _first_call(candidates: Candidates) -> str:
     return next((c.key.name for i, c in enumerate(calls) if liveness.unit[i] == i), "") or "the step"
 
 
-def _weights(name: str, parameter: Parameter, state_bytes: float, copied: int) -> Weights:
+def _weights(
+    name: str, parameter: Parameter, state_bytes: float, copied: int, gain_bytes: Callable[[str], int]
+) -> Weights:
     numel, dtype = parameter.numel(), parameter.dtype
     trained = parameter.requires_grad
     return Weights(
@@ -395,4 +401,5 @@ def _weights(name: str, parameter: Parameter, state_bytes: float, copied: int) -
         numel * accumulation_dtype(dtype).itemsize if trained else 0,
         round(state_bytes * numel) if trained else 0,
         copied,
+        gain_bytes(name) if trained else 0,
     )

@@ -14,10 +14,18 @@ from torch import nn
 _PLAIN = (bool, int, float, str, type(None))
 _ENTRIES = 1000  # of a dict that are compared
 _DEPTH = 2
+SET_IN_STEPS = frozenset({"_hparams", "_metric_attributes", "log"})
+"""Attributes of a module that Lightning, or this package, sets while a step runs."""
+
 # What torch, Lightning or this package keeps in a module.
-_NOT_THE_USERS = frozenset(
-    (*vars(nn.Module()), "_compiled_call_impl", "_current_fx_name", "_hparams", "_metric_attributes", "_trainer")
-) | {"_fabric", "_jit_is_scripting", "log"}
+_NOT_THE_USERS = SET_IN_STEPS | {
+    *vars(nn.Module()),
+    "_compiled_call_impl",
+    "_current_fx_name",
+    "_fabric",
+    "_jit_is_scripting",
+    "_trainer",
+}
 
 
 def plain_entries(value: Any) -> dict[Any, Any]:

@@ -64,6 +64,10 @@ class UpdateRules:
             return shape
         return torch.Size([min(shape)] * 2 if type(optimizer) is _MUON else [0])
 
+    def gain_bytes(self, name: str) -> int:
+        """Bytes of the preconditioner as it is sent and kept, in the parameter's type."""
+        return self.shape(name).numel() * self._parameters[name].dtype.itemsize
+
     def tells_weights(self, name: str) -> bool:
         """Whether :meth:`next_weights` can be asked for a parameter, by the rank that steps it."""
         optimizer, _ = self._places.get(name, (None, 0))

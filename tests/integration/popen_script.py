@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_asyncpipe.integration.launchers import PopenLauncher
+from lightning_asyncpipe.integration.popen_launcher import PopenLauncher
 from lightning_asyncpipe.runtime.channels import GlooTransport, MessageKey
 from lightning_asyncpipe.runtime.failure import FailureBoard
 

@@ -22,7 +22,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_asyncpipe.errors import PeerFailure
-from lightning_asyncpipe.integration.launchers import PopenLauncher, ProcessLauncher, first_failure
+from lightning_asyncpipe.integration.popen_launcher import PopenLauncher
+from lightning_asyncpipe.integration.process_launcher import ProcessLauncher
+from lightning_asyncpipe.integration.raised import first_failure
 from lightning_asyncpipe.runtime.channels import GlooTransport, MessageKey
 from lightning_asyncpipe.runtime.failure import FailureBoard
 from tests.support.scripts import PYTHON_PATH

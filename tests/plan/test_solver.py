@@ -176,13 +176,16 @@ def test_memory_of_a_device_is_that_of_the_stages_it_hosts() -> None:
 
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_where_owners_work_early_weights_out_copies_are_kept_of_what_others_own(pipelines: int) -> None:
+    model = profile([1.0] * 4, weights=[GIB] * 4)
+    model = replace(model, weights=tuple(replace(weights, gains=GIB // 4) for weights in model.weights))
     memory = {}
-    for early in ("stash", "stepped", "predicted"):
+    for early in ("stash", "extrapolated", "stepped", "predicted"):
         asked = request(4, num_pipelines=pipelines, cuts=(0, 1, 2), early_weights=early)
-        memory[early] = choose_plan(profile([1.0] * 4, weights=[GIB] * 4), asked).memory
-    for stash, stepped, predicted in zip(*memory.values(), strict=True):
-        assert stepped.total - stash.total == 2 * (pipelines - 1) * GIB  # of the stages that a device hosts it owns one
-        assert predicted.total - stash.total == 2 * pipelines * GIB
+        memory[early] = choose_plan(model, asked).memory
+    for stash, extrapolated, stepped, predicted in zip(*memory.values(), strict=True):
+        assert extrapolated.total - stash.total == pipelines * GIB
+        assert stepped.total - stash.total == 1.25 * (pipelines - 1) * GIB  # it owns one of the stages that it hosts
+        assert predicted.total - stash.total == 1.25 * pipelines * GIB
 
 
 def test_activations_are_those_that_the_order_of_a_device_holds_at_once() -> None:

@@ -1,8 +1,7 @@
-"""Lightning's launchers, such that a failure anywhere ends everything in seconds, in one voice.
+"""Lightning's launcher of processes, such that a failure anywhere ends everything in seconds, in one voice.
 
-Both hold a ``board``, which the strategy attaches once the ranks are connected. An exception that
-leaves the run on any rank is reported there; where another rank failed first, that rank's failure
-takes the place of the local exception, which is only its consequence.
+The main process is no rank and not on the ``board`` of failures, so each process leaves the first failure that it
+learns of in a file; the main process raises the one that began it.
 """
 
 from __future__ import annotations
@@ -15,188 +14,35 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 import torch
 import torch.multiprocessing as mp
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.strategies.launchers.multiprocessing import (
-    _check_bad_cuda_fork,
-    _check_missing_main_guard,
-)
-from lightning.fabric.strategies.launchers.subprocess_script import (
-    _basic_subprocess_cmd,
-    _hydra_subprocess_cmd,
-)
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _GlobalStateSnapshot,
     _MultiProcessingLauncher,
     _WorkerOutput,
 )
-from lightning.pytorch.strategies.launchers.subprocess_script import (
-    _HYDRA_AVAILABLE,
-    _SubprocessScriptLauncher,
-)
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.multiprocessing.spawn import start_processes
 
-from lightning_asyncpipe.errors import PeerFailure, PipelineError
-from lightning_asyncpipe.integration.children import (
-    Children,
-    QuietExit,
-    enter_child,
-    how_it_ended,
-)
+from lightning_asyncpipe.errors import PipelineError
+from lightning_asyncpipe.integration.children import how_it_ended
 from lightning_asyncpipe.integration.parts import explain
+from lightning_asyncpipe.integration.raised import as_exception
 from lightning_asyncpipe.runtime.failure import Failure, FailureBoard, failure_of
 from lightning_asyncpipe.runtime.lifeline import tie_to_multiprocessing_parent
 
 _OUTCOME = "outcome.pt"
 _NO_GUARD = 78  # exit code of a process in which the script starts processes where it should define things alone
 _OWN_END = 4.5  # seconds that processes have to end by themselves once one has failed
-# Not errors but ways to stop: a rank that learns of one stops the same way, without a traceback.
-_STOPS: dict[str, type[BaseException]] = {"KeyboardInterrupt": KeyboardInterrupt, "SIGTERMException": SIGTERMException}
-
-
-def first_failure(board: FailureBoard | None, error: BaseException) -> BaseException:
-    """Report ``error``; returns what this rank should raise: it, or what came before elsewhere."""
-    if board is None:
-        return error
-    failure = board.report(error)
-    if (failure.rank == board.rank and not failure.is_lost) or isinstance(error, (KeyboardInterrupt, SystemExit)):
-        return error
-    if failure.kind == type(error).__name__ and failure.text.rstrip().endswith(str(error)):
-        return error  # what all ranks raise at the same time, each says in its own words
-    return as_exception(failure, speaks=board.rank == 0)
-
-
-def as_exception(failure: Failure, speaks: bool = True) -> BaseException:
-    """The exception by which another process's failure is raised here.
-
-    Args:
-        speaks: whether this process tells the user why the run has ended, where that needs no traceback.
-    """
-    if failure.kind == "SystemExit":  # with a text, the interpreter prints it; the exit code is 1 both ways
-        last = failure.text.strip().splitlines()[-1]
-        return SystemExit(f"rank {failure.rank} ended the run: {last}" if speaks else 1)
-    stop = _STOPS.get(failure.kind)
-    return PeerFailure(failure.message) if stop is None else stop()
-
-
-class PopenLauncher(_SubprocessScriptLauncher):
-    """Starts the running command line once more for each further rank of this node.
-
-    Args:
-        cluster_environment: as in Lightning.
-        num_processes: ranks on this node.
-        num_nodes: nodes; each needs its own launching process.
-    """
-
-    #: What to start children with in place of the interpreter and the script's name (``python
-    #: script.py`` or ``python -m module``); the script's arguments follow. For programs that run
-    #: a script inside themselves.
-    command_prefix: ClassVar[Sequence[str] | None] = None
-
-    def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
-        super().__init__(cluster_environment, num_processes, num_nodes)
-        self._board: FailureBoard | None = None
-        self._children: Children | None = None
-        self._quiet = enter_child()
-
-    @property
-    def board(self) -> FailureBoard | None:
-        """Where failures are reported; attached by the strategy once the ranks are connected."""
-        return self._board
-
-    @board.setter
-    def board(self, board: FailureBoard | None) -> None:
-        self._board = board
-        children = self._children or _launched
-        if children is not None:
-            children.board = board
-            if board is not None:
-                board.owns_terminal = True
-        elif board is not None and board.rank != 0:
-            self._quiet = self._quiet or QuietExit(board.rank, pipe=None)
-            self._quiet.board = board
-
-    def launch(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        trainer: pl.Trainer | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Start the other ranks of this node, unless somebody else does, and call ``function``.
-
-        Raises:
-            PeerFailure: another rank failed first.
-        """
-        environment = self.cluster_environment
-        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not environment.creates_processes_externally:
-            self._call_children_scripts()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
-        try:
-            return function(*args, **kwargs)
-        except _TunerExitException:
-            raise
-        except BaseException as error:
-            cause = first_failure(self._board, error)
-            if self._children is not None:
-                self._children.end_first_at_exit()
-            if cause is error:
-                raise
-            raise cause from None
-
-    def kill(self, signum: int | signal.Signals) -> None:
-        """Send a signal to the ranks that this process started."""
-        if self._children is not None:
-            self._children.kill(signum)
-
-    def _call_children_scripts(self) -> None:
-        global _launched
-        self._check_can_spawn_children()
-        environment = self.cluster_environment
-        os.environ["MASTER_ADDR"] = environment.main_address
-        os.environ["MASTER_PORT"] = str(environment.main_port)
-        os.environ["NODE_RANK"] = str(environment.node_rank())
-        os.environ["LOCAL_RANK"] = str(environment.local_rank())
-        os.environ["WORLD_SIZE"] = f"{self.num_processes * self.num_nodes}"
-        self._children = _launched = Children()
-        for local_rank in range(1, self.num_processes):
-            command, cwd = self._command(local_rank)
-            variables = {**os.environ, "LOCAL_RANK": str(local_rank)}
-            rank = environment.node_rank() * self.num_processes + local_rank
-            self.procs.append(self._children.start(rank, command, variables, cwd))
-        self._children.look_after()
-
-    def _command(self, local_rank: int) -> tuple[Sequence[str], str | None]:
-        """The command line and working directory of a child."""
-        command, cwd = self._script_command(local_rank)
-        if self.command_prefix is None:
-            return command, cwd
-        import __main__  # at call time: a program that runs a script replaces it
-
-        own = 2 if __main__.__spec__ is None else 3  # "python script.py" or "python -m module"
-        return [*self.command_prefix, *command[own:]], cwd
-
-    @staticmethod
-    def _script_command(local_rank: int) -> tuple[Sequence[str], str | None]:
-        if _HYDRA_AVAILABLE:
-            from hydra.core.hydra_config import HydraConfig
-
-            if HydraConfig.initialized():
-                return _hydra_subprocess_cmd(local_rank)
-        return _basic_subprocess_cmd(), None
 
 
 def _lacks_main_guard() -> bool:
@@ -206,9 +52,6 @@ def _lacks_main_guard() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-_launched: Children | None = None  # a later Trainer of the same script uses the same children
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
