@@ -7,8 +7,8 @@ one pipeline and as two, for which both devices hold the whole model; and by ``t
 ZBV driven by hand, stages of as many blocks each. *Two apart* are two processes that train a model each and exchange
 nothing: what the machine's two cores can do at most, since they share memory and its bandwidth. Every case runs in
 processes of its own, in turn, several times over, so that what else the machine does meets all of them. Memory is the
-most that the resident memory of a process grew by from before the model was built; of all processes of a case the
-largest. Needs Linux and two cores.
+most that the resident memory of a process grew by from before the model was built, in a run of its own; of all processes
+of a case the largest. Needs Linux and two cores.
 
     python benchmarks/real.py --repeats 5
 """
@@ -47,6 +47,10 @@ ONE, APART = "one process", "two apart"
 WITH_TRAINER = (ONE, APART, "ddp", *PIPELINES)
 CASES = (*WITH_TRAINER, "1F1B", "ZBVZeroBubble")
 WARMUP = 3  # optimizer steps that are not measured
+# Of the C library's allocator. Giving freed memory back to the system and getting it again takes time, much and not
+# the same in every run; keeping it hides what is in use. So speed and memory are measured in runs of their own.
+KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
+GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 class Embedding(nn.Module):
@@ -186,29 +190,36 @@ def run_case(args: argparse.Namespace) -> None:
         spawn(run_by_hand, args=(args, free_port()), nprocs=DEVICES)  # type: ignore[no-untyped-call]
 
 
-def measure(case: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Seconds a step, and MB: the largest of all processes."""
+def run(case: str, args: argparse.Namespace, allocator: dict[str, str]) -> list[dict[str, float]]:
+    """What the ranks of a case measure; there are two runs of one rank where nothing is exchanged."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, os.fspath(Path(__file__).resolve()), "--case", case]
         for name in ("width", "blocks", "length", "batch", "microbatches", "steps"):
             command += [f"--{name}", str(getattr(args, name))]
-        # Allocations go back to the system when they are freed, so that resident memory is what is used.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-        copies = DEVICES if case == APART else 1
         running = [
             subprocess.Popen(
                 [*command, "--result", os.fspath(Path(directory) / f"result{copy}")],
-                env=environment,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | allocator,
                 stdout=subprocess.DEVNULL,
             )
-            for copy in range(copies)
+            for copy in range(DEVICES if case == APART else 1)
         ]
         for process in running:
             process.wait()
         if any(process.returncode for process in running):
             raise SystemExit(f"{case} failed")
-        ranks = [json.loads(path.read_text()) for path in Path(directory).glob("result*.*")]
-    return max(rank["seconds"] for rank in ranks) / copies, max(rank["memory"] for rank in ranks)
+        return [json.loads(path.read_text()) for path in Path(directory).glob("result*.*")]
+
+
+def seconds_of(case: str, args: argparse.Namespace) -> float:
+    """Seconds a step: the largest of all processes."""
+    slowest = max(rank["seconds"] for rank in run(case, args, KEEPING))
+    return slowest / DEVICES if case == APART else slowest
+
+
+def megabytes_of(case: str, args: argparse.Namespace) -> float:
+    """MB: the largest of all processes."""
+    return max(rank["memory"] for rank in run(case, args, GIVING_BACK))
 
 
 def main() -> None:
@@ -228,20 +239,20 @@ def main() -> None:
     if args.case is not None:
         run_case(args)
         return
-    found: dict[str, list[tuple[float, float]]] = {case: [] for case in args.cases}
+    memory = {case: megabytes_of(case, args) for case in args.cases}
+    found: dict[str, list[float]] = {case: [] for case in args.cases}
     for _ in range(args.repeats):
         for case in args.cases:
-            found[case].append(measure(case, args))
-            print(json.dumps({"case": case, "seconds": found[case][-1][0], "MB": found[case][-1][1]}), flush=True)
+            found[case].append(seconds_of(case, args))
+            print(json.dumps({"case": case, "seconds": found[case][-1]}), flush=True)
     print(
         f"\n{args.repeats} runs: smallest / median / largest; speed as a multiple of the one process in the same turn"
     )
-    print(f"{'':<24}{'seconds a step':>26}{'samples a second':>26}{'times one process':>26}{'memory, MB':>28}")
-    for case, runs in found.items():
-        seconds = [run[0] for run in runs]
-        times = [one[0] / run[0] for one, run in zip(found.get(ONE, []), runs, strict=False)]
+    print(f"{'':<24}{'seconds a step':>26}{'samples a second':>26}{'times one process':>26}{'memory, MB':>12}")
+    for case, seconds in found.items():
+        times = [alone / each for alone, each in zip(found.get(ONE, []), seconds, strict=False)]
         cells = spread(seconds, 2), spread([args.batch / s for s in seconds], 2), spread(times, 2) if times else "-"
-        print(f"{case:<24}" + "".join(f"{cell:>26}" for cell in cells) + f"{spread([m for _, m in runs], 0):>28}")
+        print(f"{case:<24}" + "".join(f"{cell:>26}" for cell in cells) + f"{memory[case]:>12,.0f}")
 
 
 if __name__ == "__main__":

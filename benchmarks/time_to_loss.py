@@ -2,9 +2,10 @@
 """The time until synchronous training's final validation loss, on emulated devices with a real small model's numerics.
 
 A GPT learns bytes of the standard library. Each of its D blocks computes in earnest, and sleeps besides for as long as
-a block of a large model would take, so that D devices fit on few cores. It is trained with ``max_staleness=0`` first
-and then with each of the other settings, for half as many steps more. Validation is left out of the time. Printed are
-the steps and the time until the validation loss is that of the synchronous training's end, and the ratio of times.
+a block of a large model would take, so that D devices fit on few cores. It is trained with ``max_staleness=0`` first,
+then the same as one pipeline with whole backwards, the usual schedule, and then with each of the other settings, for
+half as many steps more. Validation is left out of the time. Printed are the steps and the time until the validation
+loss is that of the synchronous training's end, and the ratio of times.
 
     python benchmarks/time_to_loss.py --devices 4 --factors 1
 """
@@ -37,6 +38,7 @@ from lightning_asyncpipe import AsyncMultiPipeStrategy
 WIDTH, HEADS, LENGTH, BATCH = 64, 4, 64, 16
 SETTINGS: dict[str, dict[str, Any]] = {
     "synchronous": {"max_staleness": 0},
+    "1F1B": {"max_staleness": 0, "num_pipelines": 1, "split_backward": False},
     "default": {},
     "none": {"staleness_correction": "none"},
     "stash": {"weight_stash": True},
@@ -102,7 +104,7 @@ def run_case(args: argparse.Namespace) -> None:
         cuts=[f"model.blocks.{stage}" for stage in range(1, args.devices)],
         **SETTINGS[args.setting],
     )
-    steps = args.steps if args.setting == "synchronous" else args.steps * 3 // 2
+    steps = args.steps if SETTINGS[args.setting].get("max_staleness") == 0 else args.steps * 3 // 2
     trainer = L.Trainer(
         strategy=strategy,
         devices=args.devices,
