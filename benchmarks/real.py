@@ -7,8 +7,8 @@ one pipeline and as two, for which both devices hold the whole model; and by ``t
 ZBV driven by hand, stages of as many blocks each. *Two apart* are two processes that train a model each and exchange
 nothing: what the machine's two cores can do at most, since they share memory and its bandwidth. Every case runs in
 processes of its own, in turn, several times over, so that what else the machine does meets all of them. Memory is the
-most that the resident memory of a process grew by from before the model was built, in a run of its own; of all processes
-of a case the largest. Needs Linux and two cores.
+most that the resident memory of a process grew by from before the model was built, in a run of its own; of all
+processes of a case the largest. Needs Linux and two cores.
 
     python benchmarks/real.py --repeats 5
 """
