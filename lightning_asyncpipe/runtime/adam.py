@@ -25,7 +25,7 @@ def next_weights(
     group: Mapping[str, Any],
     state: Mapping[str, Any],
     gradient: Tensor | None,
-    scale: Tensor | float,
+    scale: Tensor,
     decoupled: bool,
 ) -> Tensor:
     """What Adam's next step would turn `weights` into.
@@ -36,7 +36,7 @@ def next_weights(
         state: what the optimizer keeps of it, after one step at least.
         gradient: of its shape; elements that are not finite count as 0. None: as the momentum says, so that the next
             step is like the last one.
-        scale: of the gradient: what `gradient` has to be multiplied with.
+        scale: what `gradient` has to be multiplied with; a number, or one for each element.
         decoupled: whether weights decay apart from the gradient, as in AdamW.
     """
     first, second = map(float, group["betas"])
@@ -53,7 +53,7 @@ def next_weights(
         scratch = scratch or [torch.empty_like(old) for _ in range(3)]
         moment, root_mean, new = (_Piece(0, piece.length)(t) for t in scratch)
         if gradient is not None:
-            torch.mul(piece(gradient).to(dtype), scale, out=moment)
+            torch.mul(piece(gradient).to(dtype), piece(scale), out=moment)
             moment.nan_to_num_(0.0, 0.0, 0.0)
             if group["maximize"]:
                 moment.neg_()

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_asyncpipe.runtime.gradients import GradientAccumulator
 from lightning_asyncpipe.runtime.stash import WeightStash
 
 
@@ -51,19 +50,18 @@ class Extrapolation(WeightStash):
             else:
                 kept.copy_(self._parameters[name].detach())
 
-    def last_move(self, name: str, parameter: Parameter) -> tuple[Tensor, float] | None:
-        """A parameter's last update, and the learning rate of its next one; None where there is nothing to go by."""
-        before = self._before.get(name)
-        if before is None or not self._last_rates.get(name):
-            return None
-        return parameter.detach() - before, self._rate(name)
+    def rates(self, name: str) -> tuple[float, float] | None:
+        """The learning rates of a parameter's last update and of its next one; None where nothing is to go by."""
+        last = self._last_rates.get(name)
+        return (last, self._rate(name)) if last and name in self._before else None
 
-    def stand_in(self, name: str, parameter: Parameter, gathered: GradientAccumulator) -> Tensor:
-        known = self.last_move(name, parameter)
-        if known is None:
-            return super().stand_in(name, parameter, gathered)
-        move, rate = known
-        return torch.add(parameter.detach(), move, alpha=rate / self._last_rates[name])
+    def stand_in(self, name: str) -> Tensor:
+        rates = self.rates(name)
+        if rates is None:
+            return super().stand_in(name)
+        last, rate = rates
+        weights = self._parameters[name].detach()
+        return torch.add(weights, weights - self._before[name], alpha=rate / last)
 
     def flush(self) -> None:
         super().flush()

@@ -37,20 +37,19 @@ class WeightStash:
             stage: from 0.
             gathered: the gradients that the device of this forward has gathered in the window so far.
         """
-        found: dict[Parameter, Tensor] = {}
-        for name in self._stages[stage]:
-            parameter = self._parameters.get(name)
-            if parameter is None:
-                continue
-            leaf = self._leaves.get(name)
-            if leaf is None:
-                leaf = self._leaves[name] = self.stand_in(name, parameter, gathered).requires_grad_()
-            found[parameter] = leaf
-        return found
+        hosted = [name for name in self._stages[stage] if name in self._parameters]
+        missing = [name for name in hosted if name not in self._leaves]
+        for name, leaf in self.stand_ins(missing, gathered).items():
+            self._leaves[name] = leaf.requires_grad_()
+        return {self._parameters[name]: self._leaves[name] for name in hosted}
 
-    def stand_in(self, name: str, parameter: Parameter, gathered: GradientAccumulator) -> Tensor:
-        """What an early forward uses instead of a parameter; memory of its own."""
-        return parameter.detach().clone(memory_format=torch.preserve_format)
+    def stand_ins(self, names: Iterable[str], gathered: GradientAccumulator) -> dict[str, Tensor]:
+        """What an early forward uses instead of these parameters; each in memory of its own."""
+        return {name: self.stand_in(name) for name in names}
+
+    def stand_in(self, name: str) -> Tensor:
+        """What stands in for a parameter as far as it can be told without gradients."""
+        return self._parameters[name].detach().clone(memory_format=torch.preserve_format)
 
     def step_follows(self) -> None:
         """The window has ended; the optimizers are about to step, on this rank and elsewhere."""

@@ -14,7 +14,7 @@ it is noise the less is signal. So its predicted update is made longer by what t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_asyncpipe.runtime.adam import next_weights
 from lightning_asyncpipe.runtime.gradients import accumulation_dtype
+from lightning_asyncpipe.runtime.packing import end_to_end
 
 _MUON: type[Optimizer] | None = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
 _ADAMS = (Adam, AdamW)
@@ -60,7 +61,7 @@ class UpdateRules:
         """Of the preconditioner: the parameter's, that of a factor of the matrix, or ``(0,)`` where there is none."""
         optimizer, _ = self._places.get(name, (None, 0))
         shape = self._parameters[name].shape
-        if type(optimizer) in _ADAMS:
+        if type(optimizer) in _ADAMS and not self._parameters[name].is_complex():
             return shape
         return torch.Size([min(shape)] * 2 if type(optimizer) is _MUON else [0])
 
@@ -73,18 +74,31 @@ class UpdateRules:
         optimizer, _ = self._places.get(name, (None, 0))
         return tells_weights(optimizer) and not self._parameters[name].is_complex()
 
-    def next_weights(self, name: str, gradient: Tensor | None, scale: Tensor) -> Tensor:
-        """A parameter after the step that the optimizer would make now, in memory of its own.
+    def kind(self, name: str) -> Hashable:
+        """Equal for parameters that may be told of end to end, as :mod:`packing` lays them."""
+        optimizer, number = self._places[name]
+        if type(optimizer) is _MUON:
+            return name
+        step = optimizer.state.get(self._parameters[name], {}).get("step")
+        return id(optimizer), number, None if step is None else float(step)
+
+    def next_weights(self, names: Sequence[str], gradient: Tensor | None, scale: Tensor) -> Tensor:
+        """Parameters after the step that the optimizer would make now, end to end in memory of their own.
 
         Args:
-            name: of a parameter that this rank has stepped before, and of which :meth:`tells_weights`.
-            gradient: of the window, or an estimate of it; None: let the last step repeat itself.
+            names: of parameters of one :meth:`kind` that this rank has stepped before, and of which
+                :meth:`tells_weights`.
+            gradient: of the window, or an estimate of it, end to end; None: let the last step repeat itself.
             scale: what the gradient has to be multiplied with.
         """
-        parameter = self._parameters[name]
-        optimizer, group = self._group(name)
+        parameters = [self._parameters[name] for name in names]
+        optimizer, group = self._group(names[0])
+        states = [optimizer.state[parameter] for parameter in parameters]
+        kept = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+        state = {"step": states[0]["step"], **{key: end_to_end([state[key] for state in states]) for key in kept}}
         decoupled = bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW))
-        return next_weights(parameter.detach(), group, optimizer.state[parameter], gradient, scale, decoupled)
+        weights = end_to_end([parameter.detach() for parameter in parameters])
+        return next_weights(weights, group, state, gradient, scale, decoupled)
 
     def preconditioner(self, name: str) -> Tensor | None:
         """What must be known of the optimizer's state to tell an update from a gradient.
@@ -127,10 +141,10 @@ class UpdateRules:
         covered: float,
         preconditioner: Tensor | None,
     ) -> Tensor:
-        """The coming update of a parameter.
+        """The coming update of a parameter, or of some of one :meth:`kind`, all tensors of which lie end to end.
 
         Args:
-            name: of the parameter.
+            name: of the parameter, or any of them.
             move: its last update.
             rates: the learning rates of that update and of the coming one, not 0 the first.
             gradient: of the window as the optimizer gets it, estimated from a part of it.
@@ -154,7 +168,7 @@ class UpdateRules:
         first, second = map(float, group["betas"])
         # A gradient much larger than those before it makes the preconditioner smaller at once.
         grown = gradient.square().mul_(1 - second).add_(second).sqrt_()
-        return repeated - gradient.mul_(rate * (1 - first)).div_(grown)
+        return gradient.mul_(-rate * (1 - first)).div_(grown).add_(repeated)
 
     def _muon(
         self,

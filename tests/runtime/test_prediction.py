@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_asyncpipe.runtime import adam
+from lightning_asyncpipe._private import TorchDispatchMode
+from lightning_asyncpipe.runtime import adam, packing
 from lightning_asyncpipe.runtime.gradients import GradientAccumulator
 from lightning_asyncpipe.runtime.prediction import Prediction, refresh_is_due
 from lightning_asyncpipe.runtime.update_rules import UpdateRules, is_known
@@ -48,7 +51,7 @@ class Training:
 
     def gather(self, gradient: Tensor, share: float = 1.0) -> None:
         with self.gathered.collecting(["w"]):
-            (self.parameter * gradient).sum().backward()
+            (self.parameter * gradient).sum().real.backward()
         self.gathered.cover(["w"], share)
 
     def step(self, gradient: Tensor) -> None:
@@ -131,7 +134,7 @@ def test_weights_in_16_bits_are_predicted_from_gradients_in_32() -> None:
         training.optimizer.param_groups[0],
         training.optimizer.state[training.parameter],
         gradient_of(1).float(),
-        1.0,
+        torch.tensor(1.0),
         decoupled=True,
     )
     training.parameter.grad = gradient_of(1).bfloat16()
@@ -164,6 +167,16 @@ def test_a_gradient_that_has_overflowed_is_left_out() -> None:
     predicted = training.predicted()
     assert bool(predicted.isfinite().all())
     assert (predicted == repeated).nonzero().tolist() == [[1, 1], [2, 2]]
+
+
+def test_a_complex_gradient_that_has_overflowed_is_left_out() -> None:
+    training = Training(OPTIMIZERS["sgd"], dtype=torch.complex128).train(3)
+    repeated = training.predicted()
+    training.early.rotate()
+    gradient = gradient_of(99).to(torch.complex128)
+    gradient[1, 1] = complex(float("nan"), 1.0)
+    training.gather(gradient)
+    assert (training.predicted() == repeated).nonzero().tolist() == [[1, 1]]
 
 
 def test_where_a_gradient_has_overflowed_an_owner_takes_it_for_zero() -> None:
@@ -260,3 +273,107 @@ def test_only_optimizers_whose_step_is_theirs_are_known() -> None:
     known = {type(o).__name__: is_known(o) for o in (AdamW(weights), SGD(weights, lr=1), Own(weights))}
     assert known == {"AdamW": True, "SGD": True, "Own": False}
     assert not is_known(torch.optim.Adagrad(weights))
+
+
+class Many:
+    """Parameters of all kinds, each group with settings of its own, predicted as by their owner or elsewhere."""
+
+    def __init__(self, kind: type[Optimizer], owned: bool, copies: int = 1) -> None:
+        torch.manual_seed(0)
+        shapes = [(3,), (2, 3), (), (1,), (2, 3, 2, 2), (0,), (5,), (4,)] * copies
+        dtypes = [torch.float64] * 6 + [torch.bfloat16, torch.float64]
+        self.parameters = {f"{i}": Parameter(torch.randn(shape, dtype=dtypes[i % 8])) for i, shape in enumerate(shapes)}
+        self.parameters["4"].data = self.parameters["4"].data.to(memory_format=torch.channels_last)
+        if kind is SGD:
+            self.parameters["complex"] = Parameter(torch.randn(3, dtype=torch.complex128))
+        names = list(self.parameters)
+        groups = [
+            {"params": [self.parameters[name] for name in names[1::2]]},
+            {"params": [self.parameters[name] for name in names[::2]], "lr": 0.02, "maximize": True},
+        ]
+        self.optimizer = kind(groups, lr=0.01, weight_decay=0.1, **({"momentum": 0.9} if kind is SGD else {}))
+        places = {name: (self.optimizer, 1 - i % 2) for i, name in enumerate(names)}
+
+        def rate(name: str) -> float:
+            return float(self.optimizer.param_groups[places[name][1]]["lr"])
+
+        rules = UpdateRules(self.parameters, places)
+        self.early = Prediction(self.parameters, [names], rate, rules, names if owned else [])
+        for step in range(3):
+            self.step(late="7" if step == 0 else "")
+        self.gathered = GradientAccumulator(self.parameters)
+        for i, name in enumerate(names):
+            if i != 1:
+                with self.gathered.collecting([name]):
+                    (self.parameters[name] * self.gradient(name)).sum().abs().backward()
+        self.gathered.cover(names[:-1], 0.5)
+        overflowed = self.gathered.get("0")
+        assert overflowed is not None
+        overflowed[0] = float("inf")
+
+    def gradient(self, name: str) -> Tensor:
+        return torch.randn_like(self.parameters[name])
+
+    def step(self, late: str) -> None:
+        """One step, each gradient clipped in another way; `late` gets its first gradient some other time."""
+        self.early.step_follows()
+        self.early.before_update(self.parameters)
+        gradients = {name: self.gradient(name) for name in self.parameters if name != late}
+        self.early.collected(gradients)
+        for i, (name, gradient) in enumerate(gradients.items()):
+            self.parameters[name].grad = gradient.to(self.parameters[name].dtype) / (i + 1)
+        self.optimizer.step()
+        self.early.stepped()
+        self.optimizer.zero_grad()
+
+    def predicted(self) -> list[Tensor]:
+        self.early.rotate()
+        return list(self.early.leaves(0, self.gathered).values())
+
+
+@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize("kind", [AdamW, Adam, SGD])
+def test_small_parameters_are_predicted_together_as_they_would_be_alone(
+    kind: type[Optimizer], owned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = Many(kind, owned)
+    together = many.predicted()
+    monkeypatch.setattr(packing, "SMALL", -1)
+    alone = many.predicted()
+    for one, other, parameter in zip(together, alone, many.parameters.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert one.stride() == other.stride() == parameter.stride()
+        assert bool(one.isfinite().all())
+        assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_one_more_small_parameter_costs_few_operations(kind: type[Optimizer], owned: bool) -> None:
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not any(alias.alias_info for alias in func._schema.returns):
+                self.calls[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for copies in (2, 6):
+        many = Many(kind, owned, copies)
+        with Count() as count:
+            many.predicted()
+        counts.append(count.calls.total())
+    assert (counts[1] - counts[0]) / 32 < 4
+
+
+def test_complex_weights_are_predicted_from_their_momentum_where_adam_steps_them() -> None:
+    for owned in (True, False):
+        training = Training(OPTIMIZERS["adamw"], owned=owned, dtype=torch.complex128)
+        for step in range(3):
+            training.step(gradient_of(step).to(torch.complex128))
+        training.gather(gradient_of(99).to(torch.complex128))
+        moved = training.predicted() - training.parameter.detach()
+        assert 0 < float(moved.abs().max()) < 0.02
