@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 _ALIKE = 0.1
@@ -48,23 +48,26 @@ class Costs:
             raise ValueError("all forward and backward costs are 0: give at least one that is not")
 
     def evened(self, split_backward: bool) -> Costs:
-        """The same, but for durations that are nearly the same, which are the same: each the mean of its group.
+        """The costs by which to order operations where durations differ by chance; the same object if none does.
 
-        Groups lie a tenth of an average forward apart. Those of whole backwards are told by the whole.
+        Durations that are nearly the same become the same, the mean of their group, and one that is nearly a multiple
+        of the shortest becomes a multiple. The unit of time is the shortest, and all are sums of powers of two, so that
+        ways through a schedule that take equally long do so to the last bit. Groups lie a tenth of an average forward
+        apart. Halves of backwards are only told apart if they are split.
         """
         rows = (self.forward, self.input_grad, self.weight_grad) if split_backward else (self.forward, self.backward)
-        means = _means(sorted(duration for row in rows for duration in row), _ALIKE * fmean(self.forward))
-        forward, *backwards = (tuple(means[duration] for duration in row) for row in rows)
-        if split_backward:
-            inputs, weights = backwards
-        else:
-            shares = [
-                part / whole if whole else 0.0 for part, whole in zip(self.input_grad, self.backward, strict=True)
-            ]
-            inputs = tuple(whole * share for whole, share in zip(backwards[0], shares, strict=True))
-            weights = tuple(whole - part for whole, part in zip(backwards[0], inputs, strict=True))
+        apart = _ALIKE * fmean(self.forward)
+        means = _means(sorted(duration for row in rows for duration in row), apart)
+        unit = min(mean for mean in means.values() if mean > 0)
+        even = {duration: _multiple(mean, unit, apart) for duration, mean in means.items()}
+        if all(multiple * unit == duration for duration, multiple in even.items()):
+            return self
+        forward, *backwards = (tuple(even[duration] for duration in row) for row in rows)
+        inputs = backwards[0]
+        weights = backwards[1] if split_backward else (0.0,) * len(inputs)
         whole = tuple(a + b for a, b in zip(inputs, weights, strict=True))
-        return replace(self, forward=forward, backward=whole, input_grad=inputs, weight_grad=weights)
+        others = (_rounded(seconds / unit) for seconds in (self.message, self.reduce, self.update))
+        return Costs(forward, whole, inputs, weights, *others)
 
     @property
     def num_stages(self) -> int:
@@ -106,3 +109,14 @@ def _means(durations: Sequence[float], apart: float) -> dict[float, float]:
     # The mean of equal numbers may be another one, by rounding.
     means = [group[0] if group[0] == group[-1] else fmean(group) for group in groups]
     return {duration: mean for group, mean in zip(groups, means, strict=True) for duration in group}
+
+
+def _multiple(duration: float, unit: float, apart: float) -> float:
+    """A duration in units, whole ones if it is less than `apart` for each of them from that."""
+    whole = round(duration / unit)
+    return float(whole) if abs(duration - whole * unit) < apart * max(1, whole) else _rounded(duration / unit)
+
+
+def _rounded(units: float) -> float:
+    """To what sums do not round."""
+    return round(units * 1024) / 1024

@@ -58,14 +58,14 @@ class Tables:
 
         Args:
             message: how many times as long messages are taken to take.
-            even: whether durations that are nearly the same are taken to be the same.
+            even: whether durations that are nearly the same are taken to be the same; times are in another unit then.
         """
         other = self._others.get((message, even))
         if other is None:
             other = self
             if even:
-                other = Tables(self.placement, self.max_in_flight, self.costs.evened(self.split), self.split)
-                other = self if other == self else other
+                costs = self.costs.evened(self.split)
+                other = self if costs is self.costs else Tables(self.placement, self.max_in_flight, costs, self.split)
             if message != 1 and self.message:
                 other = copy.copy(other)
                 other.message = message * self.message
