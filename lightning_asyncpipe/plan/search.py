@@ -75,6 +75,7 @@ def choose(
 def _choose(tables: Tables, microbatches: int, look_ahead: bool, steps: bool, effort: int, tolerance: float) -> Choice:
     search = _Search(tables, microbatches, look_ahead, steps, effort, tolerance)
     search.run()
+    search.put_off()
     return search.best()
 
 
@@ -113,7 +114,6 @@ class _Search:
             self.simulate(policy)
             if self.spent():
                 break
-        self.put_off()
 
     def of_even_costs(self) -> Iterator[Policy]:
         """What is best where durations that are nearly the same are the same.
@@ -122,7 +122,7 @@ class _Search:
         is ready pass over one that is ready a moment later, and are thrown off a pattern that would have been regular.
         """
         even = self.tables.taken_as(1.0, True)
-        if even is self.tables:
+        if even is self.tables or 2 * _SHARE * _SEGMENTS[0] * self.operations > self.effort:
             return
         search = _Search(even, self.microbatches, self.ahead > 0, self.steps, self.effort // 2, self.tolerance)
         search.run()
