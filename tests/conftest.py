@@ -6,6 +6,7 @@ partitioned without measuring, since many tests compare two runs bit for bit.
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ASYNC_MULTIPIPE_PARTITION", "operations")
@@ -13,6 +14,10 @@ os.environ.setdefault("ASYNC_MULTIPIPE_PARTITION", "operations")
 import torch
 
 torch.set_num_threads(1)
+
+# A shell starts what runs in its background with Ctrl-C ignored, and whatever that starts inherits it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
