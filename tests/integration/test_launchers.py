@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -210,6 +211,7 @@ def _rank(launcher: ProcessLauncher, world_size: int, body: Callable[..., Any], 
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     launcher.board = board = FailureBoard.over_default_store()
     transport = GlooTransport(dist.new_group(backend="gloo"), failures=board)
+    dist.barrier()  # a process that is still connecting when another dies has c10d write about it
     result = body(rank, board, transport, *args)
     transport.close()
     board.close()
@@ -267,6 +269,12 @@ def test_the_result_of_rank_0_is_returned(start_method: str) -> None:
     assert _launch(start_method, _returns, world_size=2) == "of rank 0"
 
 
+def _assert_that_no_process_wrote(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing but what c10d logs itself where the store dies with rank 0, frame by frame."""
+    written = re.sub(r"(?m)^\[rank\d+\]:\[W.*TCPStore(.*\n)+?\n", "", capfd.readouterr().err)
+    assert written == ""
+
+
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_the_main_process_raises_the_failed_ranks_traceback(culprit: int, capfd: pytest.CaptureFixture[str]) -> None:
     start = time.monotonic()
@@ -277,7 +285,7 @@ def test_the_main_process_raises_the_failed_ranks_traceback(culprit: int, capfd:
     assert last_line(text) == "ValueError: first"
     assert time.monotonic() - start < LIMIT
     assert _children() == []
-    assert capfd.readouterr().err == ""
+    _assert_that_no_process_wrote(capfd)
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
@@ -287,7 +295,7 @@ def test_the_main_process_says_which_rank_was_killed(culprit: int, capfd: pytest
         _launch("fork", _dies, culprit)
     assert time.monotonic() - start < LIMIT
     assert _children() == []
-    assert capfd.readouterr().err == ""
+    _assert_that_no_process_wrote(capfd)
 
 
 def test_ctrl_c_in_the_main_process_ends_all() -> None:
