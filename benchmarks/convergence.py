@@ -2,7 +2,8 @@
 """What asynchrony costs in quality: final validation losses against one device, at equal steps.
 
 Every run is one process that executes the schedule of D devices on one copy of the weights (``ReferenceStrategy``), so
-nothing but the numerics differs. ``one device`` has no strategy and is run once for all D and M; ``synchronous``
+nothing but the numerics differs; there are as many pipelines as the strategy takes for stages that cost the same, two
+for four devices and four for eight. ``one device`` has no strategy and is run once for all D and M; ``synchronous``
 (``max_staleness=0``) must equal it to rounding, and so must ``distributed``, D processes with the default settings,
 equal ``predict``. ``perturbed`` is the noise floor: one device whose first weights are each changed by a ten-thousandth
 of their size. A difference between two methods that is no larger means nothing. The other columns are named after what
@@ -49,14 +50,18 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asyncpipe import AsyncMultiPipeStrategy, ReferenceStrategy
+from lightning_asyncpipe.integration.partitioning import STALENESS_TOLERANCE
+from lightning_asyncpipe.plan.choice import Request, choose_plan
 from lightning_asyncpipe.plan.costs import Costs
 from lightning_asyncpipe.plan.geometry import resolve
+from lightning_asyncpipe.plan.profile import Boundary, Link, ModelProfile, Unit
 from lightning_asyncpipe.plan.schedule import Planner
 from lightning_asyncpipe.plan.simulator import simulate
 
 BATCH = 16  # samples a step, unless there are more micro-batches
 VALIDATION = 512  # samples
 PERTURBATION = 1e-4  # of a weight, relative
+MESSAGE = 0.05  # how long one takes, in forwards of a stage
 
 REFERENCE, FLOOR, DISTRIBUTED, DEFAULT = "one device", "perturbed", "distributed", "predict"
 MODES: dict[str, dict[str, Any]] = {
@@ -155,7 +160,9 @@ def train(case: Case) -> dict[str, float]:
     module = Trained(task.model(), case.optimizer, rate, case.steps, case.mode)
     if case.mode == FLOOR:
         perturb(module)
-    options = {**MODES, **rivals.MODES}[case.mode] | {"num_microbatches": case.factor * case.devices}
+    microbatches = case.factor * case.devices
+    options = {**MODES, **rivals.MODES}[case.mode] | {"num_microbatches": microbatches}
+    options["num_pipelines"] = pipelines(case.devices, microbatches)
     strategy: AsyncMultiPipeStrategy | None = None
     if case.mode == DISTRIBUTED:
         strategy = AsyncMultiPipeStrategy(**options)
@@ -184,11 +191,21 @@ def train(case: Case) -> dict[str, float]:
     return {"loss": loss, "stale": float(statistics_of.get("stale_share", 0.0))}
 
 
+@functools.cache
+def pipelines(devices: int, microbatches: int) -> int:
+    """How many the strategy takes for a model whose stages cost the same, where the memory is enough."""
+    units = tuple(Unit(str(index), 1.0, 1.0, 1.0) for index in range(devices))
+    profile = ModelProfile(units, (Boundary(1),) * (devices - 1), link=Link(MESSAGE))
+    request = Request(devices, "auto", microbatches, "auto", split_backward=True, tolerance=STALENESS_TOLERANCE)
+    return choose_plan(profile, request).geometry.num_pipelines
+
+
 def step_time(devices: int, microbatches: int, synchronous: bool) -> float:
     """Of a step after several equal ones, simulated, in forwards of a stage."""
-    geometry = resolve(devices, devices, "auto", microbatches, "auto", 1, True)
-    costs = Costs.uniform(devices, message=0.05)
-    planner = Planner(geometry.placement, geometry.max_in_flight, costs, True, tolerance=0.01)
+    number = pipelines(devices, microbatches)
+    geometry = resolve(devices, devices, number, microbatches, "auto", 1, True)
+    costs = Costs.uniform(devices, message=MESSAGE)
+    planner = Planner(geometry.placement, geometry.max_in_flight, costs, True, tolerance=STALENESS_TOLERANCE)
     segments = equal_segments(planner, microbatches, 0 if synchronous else microbatches, 8)
     return simulate(geometry.placement, segments, costs).time_per_segment(4)
 

@@ -20,11 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -34,6 +30,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from child import measured
 from peers import SAMPLES, SCHEDULES, WIDTH, Case, Row, SleepingLayer, measure_all, row, spread
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -122,17 +119,17 @@ def run_case(case: Case, pipelines: str, result: Path, timeline: Path | None) ->
 
 def measure(case: Case, pipelines: str, timeline: Path | None = None) -> tuple[Row, dict[str, Any]]:
     """The row of a case, and the strategy's own statistics, from processes of its own."""
-    with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "result.json"
-        command = [sys.executable, os.fspath(Path(__file__).resolve())]
-        command += ["--devices", str(case.devices), "--microbatches", str(case.microbatches)]
-        command += ["--forward-ms", str(case.forward_seconds * 1e3), "--steps", str(case.steps)]
-        command += ["--pipelines", pipelines, "--settings", case.schedule, "--result", os.fspath(result)]
-        if timeline is not None:
-            command += ["--timeline", os.fspath(timeline)]
-        subprocess.run(command, check=True)
-        measured = json.loads(result.read_text())
-    return row(case, statistics.median(measured["seconds"])), measured["statistics"]
+    found = measured(
+        __file__,
+        devices=case.devices,
+        microbatches=case.microbatches,
+        forward_ms=case.forward_seconds * 1e3,
+        steps=case.steps,
+        pipelines=pipelines,
+        settings=case.schedule,
+        timeline=timeline,
+    )
+    return row(case, statistics.median(found["seconds"])), found["statistics"]
 
 
 def table(rows: Iterable[Row]) -> str:

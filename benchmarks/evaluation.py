@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from child import measured
 from emulated import SleepingModel
 from peers import SAMPLES, WIDTH
 from torch import Tensor
@@ -90,12 +87,7 @@ def train(devices: int, forward_seconds: float, look_ahead: bool, result: Path) 
 
 def measure(devices: int, forward_seconds: float, look_ahead: bool) -> tuple[float, float]:
     """Utilisation of validation, and the forwards that a step after it takes longer than others; medians."""
-    with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "result.json"
-        command = [sys.executable, os.fspath(Path(__file__).resolve()), "--devices", str(devices)]
-        command += ["--forward-ms", str(forward_seconds * 1e3), "--result", os.fspath(result)]
-        subprocess.run(command + ([] if look_ahead else ["--one-by-one"]), check=True)
-        found = json.loads(result.read_text())
+    found = measured(__file__, devices=devices, forward_ms=forward_seconds * 1e3, one_by_one=not look_ahead)
     ends, validations = found["ends"], found["validations"]
     busy = [VALIDATED * forward_seconds / (end - start) for start, end in validations[1:]]
     after = [ends[EVERY * (i + 1)] - validations[i][1] for i in range(1, len(validations) - 1)]

@@ -14,11 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +22,7 @@ from typing import Any
 import lightning as L
 import psutil
 import torch
+from child import measured
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -100,13 +97,8 @@ def run_strategy(microbatches: int, steps: int, result: Path) -> None:
 
 def strategy_case(microbatches: int, steps: int) -> dict[str, float]:
     """``run_strategy`` in a process of its own."""
-    with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "result.json"
-        command = [sys.executable, os.fspath(Path(__file__).resolve()), "--result", str(result)]
-        command += ["--microbatches", str(microbatches), "--steps", str(steps)]
-        subprocess.run(command, check=True)
-        found: dict[str, float] = json.loads(result.read_text())
-        return found
+    found: dict[str, float] = measured(__file__, microbatches=microbatches, steps=steps)
+    return found
 
 
 def plain_step(microbatches: int, steps: int) -> float:

@@ -17,11 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +25,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from child import measured
 from peers import SAMPLES, WIDTH, SleepingLayer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -173,15 +170,9 @@ def run_case(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace, split: str, seconds: list[float]) -> dict[str, Any]:
     """One training in processes of its own."""
-    with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "result.json"
-        command = [sys.executable, os.fspath(Path(__file__).resolve()), "--case", args.case, "--split", split]
-        command += ["--devices", str(args.devices), "--microbatches", str(args.microbatches), "--result", str(result)]
-        command += ["--steps", str(args.steps), "--pipelines", str(args.pipelines)]
-        command += ["--seconds", *map(str, seconds)] if seconds else []
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        found: dict[str, Any] = json.loads(result.read_text())
-        return found
+    given = {name: getattr(args, name) for name in ("case", "devices", "microbatches", "steps", "pipelines")}
+    found: dict[str, Any] = measured(__file__, quiet=True, split=split, seconds=seconds or None, **given)
+    return found
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -31,6 +30,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from child import command
 from memory import MB, Block, forget_peak, resident
 from peers import V_SHAPED, free_port, spread
 from torch import Tensor, nn
@@ -193,12 +193,11 @@ def run_case(args: argparse.Namespace) -> None:
 def run(case: str, args: argparse.Namespace, allocator: dict[str, str]) -> list[dict[str, float]]:
     """What the ranks of a case measure; there are two runs of one rank where nothing is exchanged."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, os.fspath(Path(__file__).resolve()), "--case", case]
-        for name in ("width", "blocks", "length", "batch", "microbatches", "steps"):
-            command += [f"--{name}", str(getattr(args, name))]
+        names = ("width", "blocks", "length", "batch", "microbatches", "steps")
+        given = {name: getattr(args, name) for name in names}
         running = [
             subprocess.Popen(
-                [*command, "--result", os.fspath(Path(directory) / f"result{copy}")],
+                command(__file__, {**given, "case": case, "result": Path(directory) / f"result{copy}"}),
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | allocator,
                 stdout=subprocess.DEVNULL,
             )

@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +22,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from child import measured
 from peers import SleepInForwardAndInputGradient, SleepInWeightGradient
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -129,13 +127,9 @@ def run_case(args: argparse.Namespace) -> None:
 
 def measure(setting: str, factor: int, args: argparse.Namespace) -> list[tuple[int, float, float]]:
     """A curve, from processes of its own."""
-    with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "curve"
-        command = [sys.executable, os.fspath(Path(__file__).resolve()), "--setting", setting, "--factors", str(factor)]
-        for name in ("devices", "steps", "every", "forward_ms", "learning_rate"):
-            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-        subprocess.run([*command, "--result", os.fspath(result)], check=True, stdout=subprocess.DEVNULL)
-        return [(step, seconds, loss) for step, seconds, loss in json.loads(result.read_text())]
+    given = {name: getattr(args, name) for name in ("devices", "steps", "every", "forward_ms", "learning_rate")}
+    curve = measured(__file__, quiet=True, setting=setting, factors=factor, **given)
+    return [(step, seconds, loss) for step, seconds, loss in curve]
 
 
 def reaching(curve: list[tuple[int, float, float]], target: float) -> tuple[float, float] | None:

@@ -25,10 +25,7 @@ import argparse
 import itertools
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -39,6 +36,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from child import measured
 from peers import SAMPLES, WIDTH, SleepingLayer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -225,16 +223,11 @@ def run(args: argparse.Namespace) -> None:
         args.result.write_text(json.dumps([after - before for before, after in itertools.pairwise(ends)]))
 
 
-def measured(args: argparse.Namespace, directory: Path, name: str, alone: bool) -> float:
+def measure(args: argparse.Namespace, directory: Path, name: str, alone: bool) -> float:
     """Seconds of a step, the median of a training in processes of its own."""
-    result = directory / "seconds.json"
     plan = directory / ("-".join(map(str, VARIANTS[name].plan)) + ".json")
-    command = [sys.executable, os.fspath(Path(__file__).resolve()), "--variant", name]
-    for option in ("microbatches", "forward_ms", "megabytes", "link", "steps"):
-        command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
-    command += ["--plan", os.fspath(plan), "--result", os.fspath(result)]
-    subprocess.run([*command, "--alone"] if alone else command, check=True)
-    seconds: list[float] = json.loads(result.read_text())
+    given = {option: getattr(args, option) for option in ("microbatches", "forward_ms", "megabytes", "link", "steps")}
+    seconds: list[float] = measured(__file__, variant=name, plan=plan, alone=alone, **given)
     return statistics.median(seconds)
 
 
@@ -259,10 +252,10 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         for name in args.variants:
-            seconds = measured(args, Path(directory), name, alone=False)
+            seconds = measure(args, Path(directory), name, alone=False)
             base = str(VARIANTS[name].alone)
             if base not in alone:
-                alone[base] = measured(args, Path(directory), name, alone=True)
+                alone[base] = measure(args, Path(directory), name, alone=True)
             rows.append(
                 f"{name:<32}{alone[base] * 1e3:>12.0f}{seconds * 1e3:>12.0f}{(seconds - alone[base]) * 1e3:>12.0f}"
             )

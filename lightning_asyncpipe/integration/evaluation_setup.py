@@ -3,8 +3,7 @@
 While weights are still whole on every rank, rank 0 runs the step once on the first batch of each loader and looks
 where it can be cut. In ``fit``, the training step has decided which stage holds which weights, and the cuts must go
 with that; in ``validate``, ``test`` and ``predict`` the step itself decides. The cuts are proved on that batch. A step
-that cannot
-be run that way runs whole, each device on batches of its own, with all weights on every device.
+that cannot be run that way runs whole, each device on batches of its own, with all weights on every device.
 """
 
 from __future__ import annotations

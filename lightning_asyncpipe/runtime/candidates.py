@@ -3,14 +3,11 @@
 A cut is valid where exactly one live value crosses it and that value can be put into a run of the step that skipped
 what made it. There are three ways, tried in this order:
 
-* ``result``: the value is a result of a call. Later stages skip the call and put the received
-tensor into what it
+* ``result``: the value is a result of a call. Later stages skip the call and put the received tensor into what it
   returns, so that code around it, such as ``x = x + block(x)`` or a view, is right.
-* ``argument``: code around calls made the value (``tokens + positions``) and only the next call
-uses it: it is replaced
+* ``argument``: code around calls made the value (``tokens + positions``) and only the next call uses it: it is replaced
   among the arguments of that call.
-* ``filled``: code around calls made it and goes on using it (``x = x + block(x)`` in a loop): the
-tensor that the code
+* ``filled``: code around calls made it and goes on using it (``x = x + block(x)`` in a loop): the tensor that the code
   made from zeros, which is passed to the next call, is overwritten in place with the received one.
 
 A call that a backward recomputes (activation checkpointing) may make the value, as its result; the cut itself lies
