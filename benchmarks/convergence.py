@@ -118,7 +118,12 @@ class Trained(L.LightningModule):
 
 @dataclass(frozen=True)
 class Case:
-    """One training; ``factor`` is the number of micro-batches a step over that of devices."""
+    """One training.
+
+    Attributes:
+        factor: the number of micro-batches a step over that of devices.
+        pipelines: as many as the strategy takes if 0.
+    """
 
     task: str
     optimizer: str
@@ -128,6 +133,7 @@ class Case:
     mode: str
     seed: int
     steps: int
+    pipelines: int = 0
 
     @property
     def batch(self) -> int:
@@ -137,7 +143,7 @@ class Case:
     def shared(self) -> Case:
         """The case that is run for this one: without early forwards, numbers of devices make no difference."""
         if self.mode in (REFERENCE, FLOOR) or self.mode.startswith("synchronous"):
-            return replace(self, devices=4, factor=self.batch // 4 if self.batch > BATCH else 1)
+            return replace(self, devices=4, factor=self.batch // 4 if self.batch > BATCH else 1, pipelines=0)
         return self
 
 
@@ -162,7 +168,7 @@ def train(case: Case) -> dict[str, float]:
         perturb(module)
     microbatches = case.factor * case.devices
     options = {**MODES, **rivals.MODES}[case.mode] | {"num_microbatches": microbatches}
-    options["num_pipelines"] = pipelines(case.devices, microbatches)
+    options["num_pipelines"] = case.pipelines or usual_pipelines(case.devices, microbatches)
     strategy: AsyncMultiPipeStrategy | None = None
     if case.mode == DISTRIBUTED:
         strategy = AsyncMultiPipeStrategy(**options)
@@ -192,7 +198,7 @@ def train(case: Case) -> dict[str, float]:
 
 
 @functools.cache
-def pipelines(devices: int, microbatches: int) -> int:
+def usual_pipelines(devices: int, microbatches: int) -> int:
     """How many the strategy takes for a model whose stages cost the same, where the memory is enough."""
     units = tuple(Unit(str(index), 1.0, 1.0, 1.0) for index in range(devices))
     profile = ModelProfile(units, (Boundary(1),) * (devices - 1), link=Link(MESSAGE))
@@ -200,10 +206,9 @@ def pipelines(devices: int, microbatches: int) -> int:
     return choose_plan(profile, request).geometry.num_pipelines
 
 
-def step_time(devices: int, microbatches: int, synchronous: bool) -> float:
+def step_time(devices: int, pipelines: int, microbatches: int, synchronous: bool) -> float:
     """Of a step after several equal ones, simulated, in forwards of a stage."""
-    number = pipelines(devices, microbatches)
-    geometry = resolve(devices, devices, number, microbatches, "auto", 1, True)
+    geometry = resolve(devices, devices, pipelines, microbatches, "auto", 1, True)
     costs = Costs.uniform(devices, message=MESSAGE)
     planner = Planner(geometry.placement, geometry.max_in_flight, costs, True, tolerance=STALENESS_TOLERANCE)
     segments = equal_segments(planner, microbatches, 0 if synchronous else microbatches, 8)
@@ -217,29 +222,30 @@ def table(cases: Iterable[Case], results: dict[Case, dict[str, float]], modes: l
         found, reference = results.get(case.shared()), results.get(replace(case, mode=REFERENCE).shared())
         if found is None or reference is None:
             continue
-        row = rows[case.task, case.optimizer, case.high, case.devices, case.factor]
+        row = rows[case.task, case.optimizer, case.high, case.devices, case.factor, case.pipelines]
         loss = found["loss"]
         row[case.mode].append(loss if case.mode == REFERENCE else 100 * (loss / reference["loss"] - 1))
         if found["stale"]:
             row["stale"].append(found["stale"])
     columns = [mode for mode in modes if mode != REFERENCE]
-    lines = [f"{'':<30}{REFERENCE:>13}" + "".join(f"{mode:>28}" for mode in columns) + f"{'stale':>8}{'time':>6}"]
-    for (name, optimizer, high, devices, factor), cells in sorted(rows.items()):
-        rate = "high" if high else "ordinary"
-        line = f"{f'{name} {optimizer} {rate} D={devices} M={factor}D':<30}"
+    lines = [f"{'':<34}{REFERENCE:>13}" + "".join(f"{mode:>28}" for mode in columns) + f"{'stale':>8}{'time':>6}"]
+    for (name, optimizer, high, devices, factor, pipelines), cells in sorted(rows.items()):
+        number = pipelines or usual_pipelines(devices, factor * devices)
+        title = f"{name} {optimizer} {'high' if high else 'ordinary'} D={devices} N={number} M={factor}D"
+        line = f"{title:<34}"
         line += f"{statistics.fmean(cells[REFERENCE]):>13.4f}"
         for mode in columns:
             values = cells[mode]
             spread = (max(values) - min(values)) / 2 if values else 0.0
             line += f"{statistics.fmean(values):>+18.2f} % ± {spread:<5.2f}" if values else f"{'-':>28}"
         line += f"{statistics.fmean(cells['stale']):>8.1%}" if cells["stale"] else f"{'':>8}"
-        lines.append(line + f"{_time_share(devices, factor * devices):>6.2f}")
+        lines.append(line + f"{_time_share(devices, number, factor * devices):>6.2f}")
     return "\n".join(lines)
 
 
 @functools.cache
-def _time_share(devices: int, microbatches: int) -> float:
-    return step_time(devices, microbatches, False) / step_time(devices, microbatches, True)
+def _time_share(devices: int, pipelines: int, microbatches: int) -> float:
+    return step_time(devices, pipelines, microbatches, False) / step_time(devices, pipelines, microbatches, True)
 
 
 def in_order(cases: Iterable[Case]) -> list[Case]:
@@ -271,6 +277,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--rates", nargs="+", choices=["ordinary", "high"], default=["ordinary", "high"])
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 8])
+    parser.add_argument("--pipelines", type=int, default=0, help="0: as many as the strategy takes")
     parser.add_argument("--factors", nargs="+", type=int, default=[1, 2, 4], help="micro-batches a step, over devices")
     parser.add_argument("--modes", nargs="+", choices=[*MODES, *rivals.MODES], default=emulated)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -281,7 +288,7 @@ def main() -> None:
     args = parser.parse_args()
     modes = [REFERENCE, *(mode for mode in args.modes if mode != REFERENCE)]
     wanted = in_order(
-        Case(task, optimizer, rate == "high", devices, factor, mode, seed, args.steps)
+        Case(task, optimizer, rate == "high", devices, factor, mode, seed, args.steps, args.pipelines)
         for task, optimizer, rate, devices, factor, mode, seed in itertools.product(
             args.tasks, args.optimizers, args.rates, args.devices, args.factors, modes, args.seeds
         )
