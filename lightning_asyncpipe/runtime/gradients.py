@@ -49,6 +49,7 @@ class GradientAccumulator:
         for name in names:
             parameter = self._parameters.get(name)
             if parameter is not None:
+                parameter.grad = None  # of the last step, which nobody needs any more
                 targets.append((name, leaves.get(parameter, parameter)))
         for name, target in targets:
             total = self._sums.get(name)

@@ -49,6 +49,18 @@ def test_gradients_of_stand_ins_count_for_the_parameter():
     assert stand_in.grad is None
 
 
+@pytest.mark.parametrize("stands_in", [False, True])
+def test_the_gradient_of_the_last_step_is_gone_when_a_backward_makes_another(stands_in):
+    weight = Parameter(torch.ones(2))
+    used = torch.ones(2, requires_grad=True) if stands_in else weight
+    weight.grad = torch.zeros(2)
+    seen = []
+    used.register_hook(lambda gradient: seen.append(weight.grad))
+    with GradientAccumulator({"w": weight}).collecting(["w"], {weight: used}):
+        (used * 2).sum().backward()
+    assert seen == [None]
+
+
 def test_a_parameter_that_no_backward_reached_has_no_sum():
     weight = Parameter(torch.ones(2))
     accumulator = GradientAccumulator({"w": weight})
