@@ -6,13 +6,18 @@ import logging
 
 import pytest
 
-from tests.support.edge_hooks import HOOKS
+from tests.support.edge_hooks import CHANGES, HOOKS
 from tests.support.edges import check_asynchronous, check_synchronous, run
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_synchronous_training_equals_one_device(name):
     check_synchronous(HOOKS[name])
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_synchronous_steps_read_what_hooks_between_accumulated_batches_wrote(name):
+    check_synchronous(CHANGES[name])
 
 
 @pytest.mark.parametrize("name", HOOKS)

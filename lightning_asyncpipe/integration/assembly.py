@@ -223,7 +223,7 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
     statistics = RunningStatistics(module)
     local = LocalMetrics(module, world, strategy.geometry.num_stages)
     call = StepCall(module, local)
-    overriding = guards.overrides_train_batch_start(trainer)
+    overriding = guards.runs_before_forwards(trainer, strategy.max_staleness == 0)
     partition = find_partition(strategy, module, call, peeked.batch, peeked.batch_idx, statistics, overriding is None)
     program, geometry, in_halves = partition.program, partition.geometry, partition.in_halves
     strategy.use_partition(partition)
@@ -252,9 +252,9 @@ def assemble(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Assembly:
     )
     trained = {n: p for n, p in parameters.items() if n in hosted and p.requires_grad}
     executor = strategy.make_executor(geometry, planner, runner, ownership, trained)
-    if overriding is not None and strategy.max_staleness:
+    if overriding is not None and (strategy.max_staleness or guards.accumulates(trainer)):
         rank_zero_info(
-            f"`{overriding}` runs before each batch, so forwards of a batch are not started before it: the pipelines "
+            f"`{overriding}` runs between batches, so forwards of a batch are not started before it: the pipelines "
             "are flushed at every batch."
         )
     steps = TrainingSteps(

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
@@ -244,6 +245,15 @@ def check_distributed_save(io: CheckpointIO | None, storage_options: object) -> 
         )
 
 
+_BETWEEN = (
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_train_batch_end",
+)
+
+
 def leave_exceptions_unsaved(trainer: Trainer) -> None:
     """Keep Lightning's callbacks from saving when an exception ends the run; warns where one would.
 
@@ -273,6 +283,24 @@ def overrides_train_batch_start(trainer: Trainer) -> str | None:
     ``LightningDataModule`` is not asked: Lightning never calls this hook on it.
     """
     return overrides(trainer, "on_train_batch_start")
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Whether some optimizer steps are of several batches."""
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    return scheduled or trainer.accumulate_grad_batches > 1
+
+
+def runs_before_forwards(trainer: Trainer, synchronous: bool) -> str | None:
+    """What runs user code between two batches that forwards of the second must not run before, if anything does.
+
+    Synchronous training starts the second early only where both are of one optimizer step, and promises what one device
+    gives: there any hook may change what the step reads. Asynchronous training promises it for the start of batches.
+    """
+    exact = synchronous and accumulates(trainer)
+    return next((found for hook in _BETWEEN if exact and (found := overrides(trainer, hook))), None) or (
+        overrides_train_batch_start(trainer)
+    )
 
 
 def overrides(trainer: Trainer, hook: str) -> str | None:

@@ -54,7 +54,7 @@ class StepCall:
         micro-batch is run again after a flush.
         """
         batch = apply_to_collection(args[0], Tensor, torch.clone)
-        self._recorder = Recorder(microbatch.batch_size(batch), within_stage, self._metrics.path_of)
+        self._recorder = Recorder(microbatch.samples(batch), within_stage, self._metrics.path_of)
         with self._recorder.recording(self._module), self._growth.watching(), self._metrics.watching():
             return self._module.training_step(batch, *args[1:])
 

@@ -80,7 +80,7 @@ class PipelineMonitor(pl.Callback):
     ) -> None:
         strategy = _strategy(trainer)
         number = trainer.fit_loop.total_batch_idx
-        self._samples += microbatch.batch_size(batch)
+        self._samples += microbatch.samples(batch)
         if number in self.timeline_batches:
             self._write_timeline(trainer, number)
         wanted = {number + 1, number + 2} & self.timeline_batches

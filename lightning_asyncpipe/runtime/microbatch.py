@@ -2,7 +2,8 @@
 
 Samples lie on dimension 0. The *batch size* is dimension 0 of the first tensor with at least one
 dimension, in the order in which Lightning's ``extract_batch_size`` walks a batch; if there is no
-tensor, of the first numpy array or sliceable object. Then, for every value in the batch:
+tensor, of the first numpy array or sliceable object. Where that tensor lies in a list of samples,
+which the rest of the batch tells (``samples``), it is the length of the list. Then, for every value:
 
 * Tensors and arrays with the batch size on dimension 0 are split, into views, as
   ``torch.tensor_split`` splits them. Those of another length go to every micro-batch whole, and a
@@ -82,6 +83,44 @@ def batch_size(batch: Any) -> int:
     return 1 if fallback is None else fallback
 
 
+def samples(batch: Any) -> int:
+    """Samples in ``batch``, also where they are entries of a list: :func:`batch_size` otherwise.
+
+    A list or tuple that holds the first tensor, such as sequences of different lengths beside their
+    labels, counts the samples if its entries are alike, something outside of it (a tensor's
+    dimension 0, another list) has its length, and no tensor outside has the first one's; nor have
+    all tensors of that other list, as in ``((view, view), (target, target))``.
+    """
+    size = batch_size(batch)
+    if isinstance(batch, Mapping):
+        fields = list(batch.values())
+    elif isinstance(batch, (list, tuple)):
+        fields = list(batch)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type) and not _is_sliceable(batch):
+        fields = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    else:
+        return size
+    holding = next((i for i, field in enumerate(fields) if any(_has_rows(leaf) for leaf in _leaves(field))), None)
+    if holding is None:
+        return size
+    entries, others = fields[holding], fields[:holding] + fields[holding + 1 :]
+    if not isinstance(entries, (list, tuple)) or hasattr(entries, "_fields") or not _are_alike(entries):
+        return size
+    rows = {len(other) for other in others if isinstance(other, (Tensor, np.ndarray)) and other.ndim >= 1}
+    lists = {len(other) for other in others if isinstance(other, (list, tuple)) and not _holds_rows(other, size)}
+    return len(entries) if size not in rows and len(entries) in rows | lists else size
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim >= 1
+
+
+def _holds_rows(fields: Any, size: int) -> bool:
+    """Whether there are tensors, and all of them have ``size`` rows, as in a tuple of collated fields."""
+    lengths = {len(leaf) for leaf in _leaves(fields) if _has_rows(leaf)}
+    return lengths == {size}
+
+
 def split(batch: Any, count: int, *, min_samples: int = 1) -> list[MicroBatch]:
     """Split ``batch`` into ``count`` micro-batches whose sizes differ by at most one, larger first.
 
@@ -95,7 +134,7 @@ def split(batch: Any, count: int, *, min_samples: int = 1) -> list[MicroBatch]:
     """
     if count < 1 or min_samples < 1:
         raise ValueError(f"count ({count}) and min_samples ({min_samples}) must be at least 1")
-    size = batch_size(batch)
+    size = samples(batch)
     parts = max(1, min(count, size // min_samples))
     if parts == 1:
         return [MicroBatch(batch, size, 0)]
@@ -248,8 +287,8 @@ def _is_one_entry_per_sample(node: list[Any] | tuple[Any, ...], size: int) -> bo
     """Whether a list or tuple has an entry for each of ``size`` samples rather than so many fields.
 
     It does if it has that length and holds no tensors (strings, numbers), or if its entries are
-    alike (tensors that differ in dimension 0 alone, mappings with the same keys, objects of one
-    type) and not all of their tensors have ``size`` rows.
+    alike (tensors that have a dimension of one length in common, mappings
+    with the same keys, objects of one type) and not all of their tensors have ``size`` rows.
     """
     if len(node) != size:
         return False
@@ -262,12 +301,17 @@ def _is_one_entry_per_sample(node: list[Any] | tuple[Any, ...], size: int) -> bo
 
 
 def _are_alike(entries: list[Any] | tuple[Any, ...]) -> bool:
-    return len({_kind(entry) for entry in entries}) == 1
+    if len({_kind(entry) for entry in entries}) != 1:
+        return False
+    if not isinstance(entries[0], (Tensor, np.ndarray)) or entries[0].ndim < 2:
+        return True
+    lengths = [set(sizes) for sizes in zip(*(entry.shape for entry in entries), strict=True)]
+    return any(len(found) == 1 for found in lengths)
 
 
 def _kind(entry: Any) -> Any:
     if isinstance(entry, (Tensor, np.ndarray)):
-        return (type(entry), entry.dtype, entry.ndim, tuple(entry.shape[1:]))
+        return (type(entry), entry.dtype, entry.ndim)
     if isinstance(entry, Mapping):
         return (type(entry), frozenset(entry))
     return type(entry)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_asyncpipe.runtime import microbatch
-from lightning_asyncpipe.runtime.microbatch import MicroBatch, batch_size, fingerprint, split
+from lightning_asyncpipe.runtime.microbatch import MicroBatch, batch_size, fingerprint, samples, split
 
 torch.set_num_threads(1)
 
@@ -214,6 +214,49 @@ def test_targets_of_varying_length_are_split_by_sample() -> None:
     assert second["targets"] == targets[2:]
     scalars = [torch.tensor(float(i)) for i in range(4)]
     assert data({"x": rows(4), "s": scalars}, 2)[1]["s"] == scalars[2:]
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(5, 2), (3, 2), (4, 2), (5, 2)], [(5, 2)] * 4, [(3, 8, 6), (3, 5, 7), (3, 9, 9), (3, 5, 7)]]
+)
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("labels", ["a tensor", "a list of mappings", "numbers"])
+def test_samples_in_a_list_beside_their_labels_are_split_by_sample(
+    shapes: list[tuple[int, ...]], kind: Any, labels: str
+) -> None:
+    entries = kind(torch.rand(shape) for shape in shapes)
+    beside: Any = {
+        "a tensor": torch.arange(4),
+        "a list of mappings": kind({"boxes": torch.rand(n, 4)} for n in (5, 1, 3, 2)),
+        "numbers": kind(range(4)),
+    }[labels]
+    for batch in ((entries, beside), {"x": entries, "y": beside}, Pair(entries, beside)):
+        assert samples(batch) == 4
+        parts = [part if isinstance(part, tuple) else tuple(part.values()) for part in data(batch, 2)]
+        for index, (x, y) in enumerate(parts):
+            assert x == entries[2 * index : 2 * index + 2]
+            assert type(x) is kind
+            assert y is not beside
+            assert len(y) == 2
+
+
+def test_inputs_in_a_list_are_fields_where_something_beside_them_has_their_rows() -> None:
+    batch = ([rows(6, 2), rows(6, 3)], rows(6))
+    assert samples(batch) == 6
+    assert [len(part[0][1]) for part in data(batch, 3)] == [2, 2, 2]
+    assert samples(([rows(6, 2), rows(6, 2)], "text")) == 6
+    assert samples(([rows(6, 2), rows(6, 2)], rows(6), rows(2))) == 6
+    views, targets = (rows(6, 2), rows(6, 2)), (rows(6), rows(6))
+    assert [len(part[0][1]) for part in data((views, targets), 3)] == [2, 2, 2]
+    for nested in ((views, targets), {"x": views, "y": targets}, (views, [{"y": y} for y in targets])):
+        assert samples(nested) == 6
+
+
+def test_images_of_different_sizes_are_split_by_sample() -> None:
+    images = [torch.rand(3, n, n + 1) for n in (5, 7, 6, 9)]
+    assert data({"x": rows(4), "images": images}, 2)[1]["images"] == images[2:]
+    last = [torch.rand(n, n + 1, 3) for n in (5, 7, 6, 9)]
+    assert data({"x": rows(4), "images": last}, 2)[0]["images"] == last[:2]
 
 
 def test_fields_of_a_batch_are_fields_also_where_there_are_as_many_as_samples() -> None:

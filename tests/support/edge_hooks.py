@@ -152,6 +152,31 @@ class StartsBatchesFromOutside(pl.Callback):
         module.net.scale = 1.0 + 0.1 * batch_idx
 
 
+class ChangesState(Regression):
+    """Changes what the next step reads, an attribute and a buffer, in a hook between two batches."""
+
+    average: Tensor
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.register_buffer("average", torch.ones(()))
+        ordinary = getattr(self, hook)
+
+        def changes(*args: Any, **kwargs: Any) -> Any:
+            self.factor *= 0.9
+            if "before" in hook:  # the backward, which needs this tensor, is still to come
+                self.average = self.average * 1.1
+            else:
+                self.average.mul_(1.1)
+            return ordinary(*args, **kwargs)
+
+        setattr(self, hook, changes)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.factor / self.average
+
+
 class WarmsUp(Regression):
     """The warm-up of Lightning's documentation: the learning rate is set in `optimizer_step`."""
 
@@ -242,6 +267,14 @@ HOOKS.add(
     lambda: sized(*HOOK_SIZES),
     arguments=lambda: {"max_epochs": 2, "callbacks": [StartsBatchesFromOutside()]},
 )
+CHANGES = Scenarios()
+for hook in ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end"):
+    CHANGES.add(
+        f"state that is changed in {hook}",
+        lambda hook=hook: ChangesState(hook),
+        lambda: sized(*HOOK_SIZES),
+        arguments={"max_epochs": 2, "accumulate_grad_batches": 2},
+    )
 HOOKS.add("warm-up by hand after the step", WarmsUp, lambda: sized(*HOOK_SIZES), arguments=TWO_EPOCHS)
 HOOKS.add("warm-up by hand before the step", WarmsUpBefore, lambda: sized(*HOOK_SIZES), arguments=TWO_EPOCHS)
 HOOKS.add("a step at every second batch only", StepsEverySecond, lambda: sized(*HOOK_SIZES), arguments=TWO_EPOCHS)
