@@ -11,7 +11,8 @@ Each entry was checked on torch 2.13; ``tests/runtime/test_private.py`` fails fi
 * Frames of ``torch/utils/checkpoint.py``, for :func:`checkpoint_frames`: what a backward runs
   again.
 * ``FakeTensorMode``, for :func:`fake_mode`: shapes of results without computing; ``FakeTensor``, for :func:`is_fake`,
-  and ``tensor_memo`` and ``describer.lookup_tensor`` of the mode's ``meta_converter``, for :func:`forget_origins`.
+  and ``tensor_memo`` and ``describer.lookup_tensor`` of the mode's ``meta_converter``, for :func:`forget_origins`; the
+  logger of its module, for :func:`shapes_only`.
 * ``_disable_current_modes``, for :func:`without_modes`: real operations while a model is built without memory.
 * ``TorchDispatchMode``, for ``runtime/trace.py``: every operation of a step.
 * ``UntypedStorage._cdata``, for :func:`storage_key`: the identity of a storage.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +49,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+_fake_log = logging.getLogger(FakeTensorMode.__module__)
 
 CallImpl = Callable[..., Any]
 StorageInfo = _StorageInfo
@@ -207,11 +211,16 @@ def forget_origins(mode: FakeTensorMode) -> None:
 
 @contextmanager
 def shapes_only() -> Iterator[FakeTensorMode]:
-    """A :func:`fake_mode`, not yet entered, of which nothing is left on the tensors that were made fake in here."""
+    """A :func:`fake_mode`, not yet entered, of which nothing is left on the tensors that were made fake in here.
+
+    The mode logs a traceback for every operation that fails in it. Callers handle that, so nobody is told.
+    """
     mode = fake_mode()
+    disabled, _fake_log.disabled = _fake_log.disabled, True
     try:
         yield mode
     finally:
+        _fake_log.disabled = disabled
         forget_origins(mode)
 
 

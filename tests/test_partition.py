@@ -300,8 +300,13 @@ def test_a_plan_for_something_else_is_refused_and_what_differs_is_named(saved: P
     [
         (None, "cannot be read: No such file"),
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON that holds a plan"),
         ("[1]", 'no entry "format"'),
         ('{"format": "lightning-asyncpipe plan", "version": 9}', "has version 9"),
+        (
+            f'{{"format": "lightning-asyncpipe plan", "version": "{"9" * 10_000}"}}',
+            "999..., this release reads",
+        ),
         ('{"format": "lightning-asyncpipe plan", "version": 1}', 'is damaged: "geometry"'),
     ],
 )

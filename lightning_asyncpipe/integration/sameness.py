@@ -10,10 +10,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -59,10 +62,18 @@ _OF_THE_STRATEGY = (
     "message_backend",
 )
 _LONGEST = 120  # characters of a value in a message
+_ONE_VALUE = (
+    "Let all of them have the same value; one that is drawn at random has to be drawn after `seed_everything`, and "
+    "must not be made from the rank."
+)
+ONE_INSTALLATION = (
+    "Install the same versions on every machine, and the same copy of this package: the ranks make their schedules, "
+    "each its own."
+)
 
 
 def check_settings(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> None:
-    """Compare what the Trainer, the strategy and the module were made with; every rank has to call it.
+    """Compare what is installed, and what the Trainer, the strategy and the module were made with; all ranks call it.
 
     Raises:
         MisconfigurationException: names the setting, its values and their ranks.
@@ -70,6 +81,7 @@ def check_settings(strategy: AsyncMultiPipeStrategy, trainer: pl.Trainer) -> Non
     module = strategy.lightning_module
     assert module is not None
     world = strategy.world
+    _exchange(world, versions(), partial(require_alike, advice=ONE_INSTALLATION))
     settings = {**settings_of_the_trainer(trainer), **settings_of_the_strategy(strategy)}
     _exchange(world, settings, require_alike)
     submodules = frozenset(name for name, _ in module.named_modules() if name)
@@ -89,6 +101,26 @@ def check_optimizers(strategy: AsyncMultiPipeStrategy) -> None:
         settings_of_optimizers(strategy.optimizers, strategy.lr_scheduler_configs, module),
         require_alike,
     )
+
+
+@cache
+def versions() -> Settings:
+    """The versions of what schedules and results depend on; of this package, which may be a copy, also its sources."""
+    from lightning_asyncpipe import __version__  # which imports this module
+
+    return {
+        "The version of torch": torch.__version__,
+        "The version of Lightning": lightning.__version__,
+        "The version of lightning-asyncpipe": f"{__version__} (sources {fingerprint(Path(__file__).parents[1])})",
+    }
+
+
+def fingerprint(folder: Path) -> str:
+    """Eight digits that stand for the names and contents of the Python sources in a folder."""
+    digest = hashlib.blake2b(digest_size=4)
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def settings_of_the_trainer(trainer: pl.Trainer) -> Settings:
@@ -130,20 +162,20 @@ def settings_of_optimizers(optimizers: Sequence[Any], schedulers: Iterable[Any],
     return settings
 
 
-def require_alike(rows: Sequence[Mapping[str, str]]) -> None:
+def require_alike(rows: Sequence[Mapping[str, str]], advice: str = _ONE_VALUE) -> None:
     """Raise for the first setting that is not the same on every rank.
 
     Args:
         rows: each rank's settings.
+        advice: what to do.
 
     Raises:
         MisconfigurationException: names the setting, its values and their ranks.
     """
     for name, values in _differing(rows):
         raise MisconfigurationException(
-            f"{name} is not the same on every rank: {_by_value(values)}. The ranks run one training between them. Let "
-            "all of them have the same value; one that is drawn at random has to be drawn after `seed_everything`, "
-            "and must not be made from the rank."
+            f"{name} is not the same on every rank: {_by_value(values)}. The ranks run one training between them. "
+            f"{advice}"
         )
 
 

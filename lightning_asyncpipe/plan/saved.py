@@ -82,8 +82,8 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise PlanError(
             f"the plan {str(path)!r} cannot be read: {error.strerror or error}. `strategy.save_plan(path)` writes one."
         ) from None
-    except ValueError as error:
-        raise PlanError(f"the plan {str(path)!r} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"the plan {str(path)!r} is not JSON that holds a plan: {error}") from None
     return check_form(content, f"the plan {str(path)!r}", "Write it again with `strategy.save_plan(path)`.")
 
 
@@ -101,7 +101,7 @@ def check_form(content: Any, name: str, advice: str = "") -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise PlanError(f'{name} is not a plan: it has no entry "format": "{FORMAT}"')
     if content.get("version") != VERSION:
-        raise PlanError(f"{name} has version {content.get('version')!r}, this release reads {VERSION}")
+        raise PlanError(f"{name} has version {_shown(content.get('version'))}, this release reads {VERSION}")
     problem = _malformed(content)
     if problem:
         raise PlanError(f"{name} is damaged: {problem}. {advice}".rstrip())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,13 +18,16 @@ from torch import nn
 
 from lightning_asyncpipe import AsyncMultiPipeStrategy
 from lightning_asyncpipe.integration.sameness import (
+    ONE_INSTALLATION,
     Settings,
     compare_modules,
+    fingerprint,
     require_alike,
     settings_of_optimizers,
     settings_of_the_module,
     settings_of_the_strategy,
     settings_of_the_trainer,
+    versions,
 )
 from tests.support.edge_basics import Regression
 
@@ -134,6 +138,27 @@ def test_what_differs_is_named_with_values_and_ranks(name: str) -> None:
     with pytest.raises(MisconfigurationException) as caught:
         require_alike([usual, other, usual])
     assert re.search(f"is not the same on every rank.*{expected}|{expected}", str(caught.value)), caught.value
+
+
+def test_installations_that_differ_are_named() -> None:
+    """Each rank makes its schedule itself: another version may make another one."""
+    installed = versions()
+    assert torch.__version__ in installed.values()
+    for name in installed:
+        with pytest.raises(MisconfigurationException, match=f"{name} is not .* Install the same versions"):
+            require_alike([installed, {**installed, name: "0.0.1"}], ONE_INSTALLATION)
+
+
+def test_copies_of_this_package_are_told_apart_by_their_sources(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "a.py").write_text("one = 1")
+    first = fingerprint(tmp_path)
+    (tmp_path / "part" / "a.pyc").write_text("is made on each machine")
+    assert fingerprint(tmp_path) == first
+    (tmp_path / "part" / "a.py").write_text("one = 2")
+    second = fingerprint(tmp_path)
+    (tmp_path / "part" / "a.py").rename(tmp_path / "a.py")
+    assert len({first, second, fingerprint(tmp_path)}) == 3
 
 
 class WithNumbers(Regression):

@@ -108,6 +108,23 @@ def test_tensors_that_were_made_fake_can_be_swapped_afterwards() -> None:
     assert torch.equal(linear.weight, torch.ones(5, 3))
 
 
+def test_operations_that_fail_are_not_reported_where_only_shapes_are_wanted(
+    caplog: Any,
+) -> None:
+    def fails(mode: _private.FakeTensorMode) -> None:
+        with mode, pytest.raises(RuntimeError):
+            torch.mm(torch.ones(2, 3), torch.ones(2, 3))
+
+    fails(_private.fake_mode())
+    assert caplog.records
+    caplog.clear()
+    with _private.shapes_only() as mode:
+        fails(mode)
+    assert not caplog.records
+    fails(_private.fake_mode())
+    assert caplog.records
+
+
 def test_storages_have_an_identity_while_they_live() -> None:
     x = torch.zeros(4)
     assert _private.storage_key(x) == _private.storage_key(x[1:]) == _private.storage_key(x.detach())
