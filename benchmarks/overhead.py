@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What the engine costs in Python for each action, and whether its memory grows.
+"""What the engine costs in Python for each action and each step, and whether its memory grows.
 
 A pipeline of one device sends no messages, so what it takes beyond a plain loop over the same
-micro-batches is the engine's own time. Both are measured at two numbers of micro-batches and
-subtracted, which leaves out everything that is paid once a step (Lightning's loop, the optimizer).
-A micro-batch is two actions, a forward and a backward.
+micro-batches is the engine's own time. Both are measured at two numbers of micro-batches. The
+difference is the time of the micro-batches between; what no micro-batch accounts for is paid once
+a step (Lightning's loop, the optimizer). A micro-batch is two actions, a forward and a backward.
 
     python benchmarks/overhead.py
 """
@@ -118,8 +118,8 @@ def plain_step(microbatches: int, steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The engine's overhead per action.")
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[16, 64])
+    parser = argparse.ArgumentParser(description="The engine's overhead per action and step.")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 64])
     parser.add_argument("--steps", type=int, default=300, help="steps that are measured")
     # set in the process of a case
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -135,12 +135,14 @@ def main() -> None:
     plain = {number: plain_step(number, args.steps) for number in (few, many)}
     own_each = (own[many]["step"] - own[few]["step"]) / (many - few)
     plain_each = (plain[many] - plain[few]) / (many - few)
-    print(f"{'per micro-batch, plain loop':<40}{plain_each * 1e3:>9.3f} ms")
-    print(f"{'per micro-batch, one-device pipeline':<40}{own_each * 1e3:>9.3f} ms")
-    print(f"{'overhead per action':<40}{(own_each - plain_each) / ACTIONS * 1e3:>9.3f} ms")
+    print(f"{'per micro-batch, plain loop':<44}{plain_each * 1e3:>9.3f} ms")
+    print(f"{'per micro-batch, one-device pipeline':<44}{own_each * 1e3:>9.3f} ms")
+    print(f"{'overhead per action':<44}{(own_each - plain_each) / ACTIONS * 1e3:>9.3f} ms")
+    print(f"{'per step beyond them, plain loop':<44}{(plain[few] - few * plain_each) * 1e3:>9.3f} ms")
+    print(f"{'per step beyond them, one-device pipeline':<44}{(own[few]['step'] - few * own_each) * 1e3:>9.3f} ms")
     for number in (few, many):
         growth = own[number]["growth"] / MEBIBYTE
-        print(f"{f'growth over {args.steps} steps, M = {number}':<40}{growth:>9.2f} MiB")
+        print(f"{f'growth over {args.steps} steps, M = {number}':<44}{growth:>9.2f} MiB")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from lightning_asyncpipe.integration.metric_states import LocalMetrics
 from lightning_asyncpipe.integration.records import merge, replay
 from lightning_asyncpipe.integration.world import World
 from lightning_asyncpipe.plan.placement import Placement
-from lightning_asyncpipe.runtime import microbatch
 from lightning_asyncpipe.runtime.buffers import BufferRecord, RunningStatistics
+from lightning_asyncpipe.runtime.fingerprint import fingerprint
 from lightning_asyncpipe.runtime.forwards import ForwardExecutor, Passage
 from lightning_asyncpipe.runtime.stages import StageForward, StageRunner, StageTask
 from lightning_asyncpipe.runtime.standpoint import mismatch
@@ -203,7 +203,7 @@ class EvaluationSteps:
             way.runner,
             way.route(self._placement, number),
             StageTask(arguments, {}, key),
-            microbatch.fingerprint(shown.batch),
+            fingerprint(shown.batch),
             lambda forward: self._passed(entry, forward),
             number,
         )

@@ -16,7 +16,7 @@ from lightning_asyncpipe.integration.growth import GrowthWatch
 from lightning_asyncpipe.integration.messages import pack, unpack
 from lightning_asyncpipe.integration.metric_states import MetricUpdate, MetricWatch, pack_updates, unpack_updates
 from lightning_asyncpipe.integration.records import LogCall, MicroBatchRecord, Recorder
-from lightning_asyncpipe.runtime import microbatch
+from lightning_asyncpipe.runtime.batch import batch_size
 from lightning_asyncpipe.runtime.proof import Observed
 from lightning_asyncpipe.runtime.stages import within_stage
 
@@ -128,7 +128,7 @@ class EvaluationCall:
     def __call__(self, *args: Any) -> Any:
         """The step itself, as stages run it, on a copy of its batch that it may write to."""
         batch = apply_to_collection(args[0], Tensor, torch.clone)
-        self._recorder = Recorder(microbatch.batch_size(batch), within_stage, self.metrics.path_of)
+        self._recorder = Recorder(batch_size(batch), within_stage, self.metrics.path_of)
         with ExitStack() as stack:
             if self._logs:
                 stack.enter_context(self._recorder.recording(self._module))

@@ -22,7 +22,7 @@ from lightning_asyncpipe.integration.metric_states import LocalMetrics, MetricWa
 from lightning_asyncpipe.integration.outputs import MicroBatchOutput
 from lightning_asyncpipe.integration.records import MicroBatchRecord, Recorder, merge, replay
 from lightning_asyncpipe.integration.world import World
-from lightning_asyncpipe.runtime import microbatch
+from lightning_asyncpipe.runtime.batch import samples
 from lightning_asyncpipe.runtime.engine import Work
 from lightning_asyncpipe.runtime.proof import Observed
 from lightning_asyncpipe.runtime.stages import within_stage
@@ -54,7 +54,7 @@ class StepCall:
         micro-batch is run again after a flush.
         """
         batch = apply_to_collection(args[0], Tensor, torch.clone)
-        self._recorder = Recorder(microbatch.samples(batch), within_stage, self._metrics.path_of)
+        self._recorder = Recorder(samples(batch), within_stage, self._metrics.path_of)
         with self._recorder.recording(self._module), self._growth.watching(), self._metrics.watching():
             return self._module.training_step(batch, *args[1:])
 

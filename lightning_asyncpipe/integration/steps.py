@@ -31,6 +31,7 @@ from lightning_asyncpipe.plan.segment import SegmentPlan
 from lightning_asyncpipe.runtime import microbatch
 from lightning_asyncpipe.runtime.buffers import RunningStatistics
 from lightning_asyncpipe.runtime.engine import Work
+from lightning_asyncpipe.runtime.fingerprint import fingerprint
 from lightning_asyncpipe.runtime.gradients import accumulation_dtype
 from lightning_asyncpipe.runtime.stages import StageTask
 from lightning_asyncpipe.runtime.staleness import StalenessCounter
@@ -213,7 +214,7 @@ class TrainingSteps:
                 StageTask((part.data, *extra), {}, (self.seed, index, self._replica, part.index), part.index)
                 for part in parts
             ],
-            fingerprints=[microbatch.fingerprint(part) for part in parts],
+            fingerprints=[fingerprint(part.data) for part in parts],
             finish=lambda _index, _value: torch.zeros(()),
             step=index,
             shares=[part.size * share for part in parts],

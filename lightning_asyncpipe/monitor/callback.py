@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_asyncpipe.monitor.picture import check_formats, draw
 from lightning_asyncpipe.monitor.timeline import from_messages, to_message, write_trace
-from lightning_asyncpipe.runtime import microbatch
+from lightning_asyncpipe.runtime.batch import samples
 from lightning_asyncpipe.runtime.staleness import share_and_largest
 from lightning_asyncpipe.runtime.timeline import COMPUTE, Ledger
 
@@ -80,7 +80,7 @@ class PipelineMonitor(pl.Callback):
     ) -> None:
         strategy = _strategy(trainer)
         number = trainer.fit_loop.total_batch_idx
-        self._samples += microbatch.samples(batch)
+        self._samples += samples(batch)
         if number in self.timeline_batches:
             self._write_timeline(trainer, number)
         wanted = {number + 1, number + 2} & self.timeline_batches

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lightning_asyncpipe.runtime import codec
 from lightning_asyncpipe.runtime.codec import decode, encode
-from lightning_asyncpipe.runtime.microbatch import fingerprint
+from lightning_asyncpipe.runtime.fingerprint import fingerprint
 from tests.runtime.processes import run_ranks
 
 SCALARS = (
