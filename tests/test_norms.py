@@ -77,3 +77,26 @@ def test_a_norm_that_is_no_number_is_none_on_all_ranks(order: float, value: floa
         with pytest.raises(RuntimeError, match=rf"of all ranks is {value}, so it cannot be clipped"):
             torch.nn.utils.clip_grad_norm_([parameter], 1.0, order, error_if_nonfinite=True)
     assert repr(found.item()) == repr(value)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("given", [[], [torch.nn.Parameter(torch.zeros(2))]], ids=["no parameters", "no gradients"])
+def test_a_rank_without_gradients_clips_nothing_and_says_nothing(given: list[torch.nn.Parameter]) -> None:
+    elsewhere = {str(i): parameter for i, parameter in enumerate(given)}
+    norms = GlobalNorms(
+        elsewhere, {}, InstalledGradients(), lambda tensor, _: tensor + 4.0, torch.device("cpu"), lambda call: None
+    )
+    with norms.in_hooks():
+        torch.nn.utils.clip_grad_value_((p for p in given), 0.1)
+        torch.nn.utils.clip_grad_value_(parameters=given, clip_value=0.1, foreach=False)
+        assert torch.nn.utils.clip_grad_norm_((p for p in given), max_norm=1.0) == 2.0
+
+
+def test_gradients_are_clipped_by_value_where_there_are_some() -> None:
+    parameter, _, norms = installed([3.0, -0.05], torch.float32)
+    with norms.in_hooks():
+        torch.nn.utils.clip_grad_value_([torch.nn.Parameter(torch.zeros(2)), parameter], 0.1)
+        assert parameter.grad is not None
+        assert parameter.grad.tolist() == pytest.approx([0.1, -0.05])
+        torch.nn.utils.clip_grad_value_(parameter, 0.01)
+    assert parameter.grad.tolist() == pytest.approx([0.01, -0.01])

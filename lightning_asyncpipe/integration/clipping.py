@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.utilities.grads import grad_norm as lightning_grad_norm
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lightning_asyncpipe._private import rerouted, total_norm_rerouted
 from lightning_asyncpipe.integration.collectives import inside_step
@@ -81,8 +82,25 @@ class GlobalNorms:
     @contextmanager
     def in_hooks(self) -> Iterator[None]:
         """Around an optimizer step, its closure and its hooks: torch's and Lightning's norms are global in here."""
-        with total_norm_rerouted(self._total_norm), rerouted(lightning_grad_norm, self._grad_norm):
+        with (
+            total_norm_rerouted(self._total_norm),
+            rerouted(lightning_grad_norm, self._grad_norm),
+            rerouted(clip_grad_norm_, self._clip_by_norm),
+            rerouted(clip_grad_value_, _clip_by_value),
+        ):
             yield
+
+    def _clip_by_norm(
+        self,
+        parameters: Iterable[Tensor] | Tensor,
+        *args: Any,
+        local: Callable[..., Tensor],
+        **kwargs: Any,
+    ) -> Tensor:
+        """In place of ``torch.nn.utils.clip_grad_norm_``: a rank that owns nothing has no parameters to give it."""
+        if not isinstance(parameters, Tensor) and not any(self._owned.values()):
+            parameters = list(parameters)  # of an empty generator torch warns that nothing would be clipped
+        return local(parameters, *args, **kwargs)
 
     def _total_norm(
         self,
@@ -148,6 +166,15 @@ class GlobalNorms:
         if found:
             found[f"grad_{order}_norm_total"] = torch.linalg.vector_norm(torch.stack(list(found.values())), order)
         return found
+
+
+def _clip_by_value(
+    parameters: Iterable[Tensor] | Tensor, *args: Any, local: Callable[..., None], **kwargs: Any
+) -> None:
+    """In place of ``torch.nn.utils.clip_grad_value_``, which fails where no parameter has a gradient."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if any(parameter.grad is not None for parameter in given):
+        local(given, *args, **kwargs)
 
 
 def reduce_with(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_asyncpipe.errors import CutError, PeerFailure
 from lightning_asyncpipe.integration import collectives
+from lightning_asyncpipe.integration.loss_check import warn_unless_mean
 from lightning_asyncpipe.integration.measurements import measure_link
 from lightning_asyncpipe.integration.partitioning import Partition, PartitionMaker, way_of
 from lightning_asyncpipe.integration.stepcall import StepCall
@@ -130,5 +131,7 @@ def _cut(
     before = step_state(module)  # what the first run set once, as a cache, is set by now
     partition = maker.make()
     call.name_changes(changed(before, step_state(module)))
+    further = arguments[1:]
+    warn_unless_mean(module, lambda given: call.observed(given, *further).value, batch, len(parts), context)
     gc.collect()  # what the runs made is held by cycles
     return partition

@@ -234,6 +234,7 @@ def _warn_replicated(node: Any, path: Path, size: int) -> None:
         _warned_paths.add(name)
         warnings.warn(
             f"`{name}` has shape {tuple(node.shape)}, the batch has {size} samples: every "
-            "micro-batch gets all of it. To have it split, make its dimension 0 the batch size.",
+            "micro-batch gets all of it. To have it split, make its dimension 0 the batch size, or give a list with an "
+            "entry for each sample (instead of values of all samples in a row and their offsets).",
             stacklevel=2,
         )

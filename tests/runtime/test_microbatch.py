@@ -172,6 +172,17 @@ def test_tensors_of_another_length_go_to_every_micro_batch_with_one_warning() ->
         data(batch, 2)
 
 
+def test_bags_are_split_as_a_list_and_as_values_with_offsets_a_warning_says_so() -> None:
+    microbatch._warned_paths.clear()
+    bags, labels = [torch.arange(n) for n in (3, 1, 4, 2)], torch.arange(4)
+    first, last = data((bags, labels), 2)
+    assert [len(bag) for bag in first[0]] == [3, 1]
+    assert [len(bag) for bag in last[0]] == [4, 2]
+    assert last[1].tolist() == [2, 3]
+    with pytest.warns(UserWarning, match=r"`batch\[1\]` has shape \(10,\).* a list with an entry for each sample"):
+        data((labels, torch.cat(bags), torch.tensor([0, 3, 4, 8])), 2)
+
+
 def test_the_first_tensor_with_a_dimension_gives_the_batch_size() -> None:
     from lightning.pytorch.utilities.data import extract_batch_size
 
